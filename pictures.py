@@ -1,0 +1,131 @@
+"""pictures: the curves of one run or several, and the closing table. The scripts call it at the end.
+
+python pictures.py runs/fipo-tiny-seed1                      draws runs/fipo-tiny-seed1/curves.png
+python pictures.py runs/dapo-* runs/fipo-* --out both.png    overlays runs
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# (title, y-axis label, keys); a panel is drawn when some run has logged one of its keys.
+PANELS = [
+    ("Accuracy", "share right", ["eval/avg_at_k", "reward/accuracy"]),
+    ("Reward", "mean shaped reward", ["reward/mean"]),
+    (
+        "Response length",
+        "tokens",
+        [
+            "rollout/response_tokens_q25",
+            "rollout/response_tokens_median",
+            "rollout/response_tokens_mean",
+            "rollout/response_tokens_q75",
+        ],
+    ),
+    ("Length-weighted advantage", "mean over tokens", ["advantage/length_weighted_mean"]),
+    ("Sampling rounds", "rounds per step", ["rollout/gen_batches"]),
+    ("Entropy", "nats per token", ["policy/entropy"]),
+    ("Policy KL", "nats per token", ["policy/kl"]),
+    ("Gradient norm", "L2 norm", ["optim/grad_norm"]),
+    (
+        "Clipped tokens",
+        "share",
+        ["policy/clip_high_frac", "policy/clip_low_frac", "policy/dual_clip_frac"],
+    ),
+    (
+        "Influence weight f",
+        "weight",
+        ["fipo/influence_mean", "fipo/influence_min", "fipo/influence_max"],
+    ),
+    (
+        "Influence weight at a bound",
+        "share",
+        ["fipo/influence_low_frac", "fipo/influence_high_frac"],
+    ),
+    ("Engine against trainer", "mean |log-prob difference|", ["rollout/logprob_gap_mean"]),
+    ("Loss", "nats per token", ["sft/loss"]),
+]
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def curves(folders: list[Path], path: Path) -> Path:
+    """Draw every panel that the runs have numbers for, one colour a run and one line style a key."""
+    runs = {Path(folder).name: read_metrics(folder) for folder in folders}
+    logged = {key for lines in runs.values() for line in lines for key in line}
+    panels = [(title, label, [k for k in keys if k in logged]) for title, label, keys in PANELS]
+    panels = [panel for panel in panels if panel[2]]
+    columns = 4
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 3 * rows), squeeze=False)
+    for axis, (title, label, keys) in zip(axes.flat, panels, strict=False):
+        for r, (name, lines) in enumerate(runs.items()):
+            for k, key in enumerate(keys):
+                points = [(line["step"], line[key]) for line in lines if key in line]
+                if not points:
+                    continue
+                colour = f"C{k}" if len(runs) == 1 else f"C{r}"
+                style = "-" if len(runs) == 1 else ("-", "--", ":", "-.")[k % 4]
+                short = key.split("/")[1] if len(keys) > 1 else ""
+                text = " ".join(part for part in (name if len(runs) > 1 else "", short) if part)
+                marker = "o" if len(points) < 12 else None
+                axis.plot(
+                    *zip(*points, strict=True), style, color=colour, marker=marker, ms=3, label=text
+                )
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step", fontsize=8)
+        axis.set_ylabel(label, fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+        if len(keys) > 1 or len(runs) > 1:
+            axis.legend(fontsize=6, framealpha=0.6)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    figure.suptitle(", ".join(runs), fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return Path(path)
+
+
+def summary(folder: Path) -> str:
+    """The closing table: the first and last value of the main numbers, and the mean of ten steps at each end."""
+    lines = read_metrics(folder)
+    rows = [("", "first", "last", "mean of first 10", "mean of last 10")]
+    for key in (
+        "eval/avg_at_k",
+        "eval/pass_at_k",
+        "eval/response_tokens_mean",
+        "reward/mean",
+        "reward/accuracy",
+        "rollout/response_tokens_mean",
+        "policy/entropy",
+        "sft/loss",
+        "time/step_s",
+    ):
+        values = [line[key] for line in lines if key in line]
+        if values:
+            means = [sum(v) / len(v) for v in (values[:10], values[-10:])]
+            shown = [values[0], values[-1]] + (means if not key.startswith("eval") else [])
+            rows.append((key, *(f"{value:.4g}" for value in shown), *[""] * (4 - len(shown))))
+    return "\n".join("{:30}{:>10}{:>10}{:>18}{:>18}".format(*row) for row in rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument(
+        "--out", type=Path, help="picture to write (default: curves.png of the first run)"
+    )
+    arguments = parser.parse_args()
+    print(curves(arguments.runs, arguments.out or arguments.runs[0] / "curves.png"))

@@ -1,0 +1,249 @@
+"""SFT: supervised fine-tuning on worked solutions, the stage in front of every RL script here.
+
+Paper: RFPO (arXiv 2609.37119), appendix A, whose first stage this is. In the tiny world it makes the
+base policy.
+
+Idea. Show the model prompts with solutions and raise the log-probability of the solutions' tokens. The
+prompt's tokens are read, not imitated. loss = mean over all solution tokens of -log pi_theta(token).
+
+Laptop:   python sft.py
+8 GPUs:   torchrun --nproc_per_node 8 sft.py qwen3-4b-base --dataset PATH/solutions.jsonl
+
+Deviations: none known.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common import (
+    PROMPT_COLUMNS,
+    Group,
+    Meter,
+    Policy,
+    Problem,
+    Response,
+    Run,
+    column,
+    count_bad_steps,
+    evaluate,
+    export,
+    launch,
+    load_lm,
+    load_problems,
+    load_reward,
+    load_rows,
+    load_tokenizer,
+    make_accelerator,
+    make_batch,
+    make_engine,
+    make_optimizer,
+    microbatches,
+    render_prompt,
+    require,
+    resolve_model,
+    set_learning_rate,
+)
+
+# ==================================================================================================
+# 3 Args and presets
+# ==================================================================================================
+
+
+@dataclass
+class Args:
+    # Run
+    seed: int = 1
+    """Seed of the data order."""
+    run_name: str | None = None
+    """Folder under runs_dir; default sft-<preset>-seed<seed>, with -2, -3 where it exists."""
+    runs_dir: str = "runs"
+    """Where run folders go."""
+    export: str | None = None
+    """A second folder for the final model, beside <run>/epoch-<n>."""
+    save_every: int = 500
+    """Optimizer steps between checkpoints."""
+    keep_last: int = 1
+    """Checkpoints (with optimizer state) to keep; the model of every epoch stays anyway."""
+    resume: bool = False
+    """Continue the newest complete checkpoint of the run with this name."""
+    track: str = ""
+    """Tracker of Accelerate, for example tensorboard or wandb; empty: metrics.jsonl only."""
+
+    # Task
+    model: str = "tiny-untrained"
+    """Model to start from: a hub id, a local folder, or tiny-untrained."""
+    dataset: str = "tiny"
+    """Prompts with worked solutions: tiny, a hub id, or a jsonl/parquet file."""
+    prompt_column: str | None = None
+    """Column of the prompt, text or message list; dotted names reach into structs."""
+    solution_column: str = "solution"
+    """Column of the solution text."""
+    answer_column: str | None = None
+    """Column of the gold answer in the evaluation set."""
+    prompt_template: str | None = None
+    """Text around plain-text prompts, with {problem} in it; default: what the data set needs."""
+    max_prompt_tokens: int = 16
+    """Longest prompt, tokens."""
+    max_response_tokens: int = 24
+    """Longest solution, tokens; rows with a longer prompt or solution are dropped with a count."""
+    max_context: int | None = None
+    """Positions of the model, tokens; raises max_position_embeddings. Default: as published."""
+    reward: str = "tiny.py:reward"
+    """verifier, or path.py:function; judges the closing evaluation."""
+    eval_dataset: str = "tiny"
+    """Held-out problems of the closing evaluation; empty: none."""
+    eval_problems: int = 256
+    """How many of them."""
+    eval_samples: int = 4
+    """Responses per evaluation problem."""
+    eval_temperature: float = 1.0
+    """Sampling temperature of the evaluation."""
+    eval_top_p: float = 1.0
+    """Nucleus sampling of the evaluation."""
+    rollout_engine: str = "hf"
+    """Engine of the evaluation: hf, vllm or auto."""
+    tensor_parallel: int = 1
+    """Ranks that share one vLLM engine."""
+    engine_memory: float = 4.0
+    """vLLM's share of GPU memory (0 to 1); on a CPU, gigabytes of KV cache."""
+
+    # Optimization
+    num_steps: int = 900
+    """Optimizer steps; an epoch is (usable rows / batch_size) of them."""
+    batch_size: int = 64
+    """Sequences per optimizer step, over all ranks (RFPO appendix A: 16)."""
+    learning_rate: float = 3e-3
+    """Peak learning rate of AdamW (RFPO appendix A: 2e-5)."""
+    warmup_frac: float = 0.01
+    """Share of the steps with linear warm-up [RFPO App. A]."""
+    final_frac: float = 0.1
+    """The cosine ends at this share of the peak [RFPO App. A]."""
+    weight_decay: float = 0.1
+    """AdamW weight decay [RFPO App. A]."""
+    max_grad_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down."""
+    tokens_per_microbatch: int = 4096
+    """Padded tokens per forward/backward; the gradient does not depend on it."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in CPU memory between uses."""
+    max_bad_steps: int = 3
+    """Updates in a row with a non-finite gradient (each is skipped) after which the run stops."""
+
+
+PRESETS = {"tiny": Args()}
+
+# ==================================================================================================
+# 4 Algorithm
+# ==================================================================================================
+
+
+def keep_row(solution: str) -> bool:
+    """Whether a solution closes its reasoning block exactly once and ends in a boxed answer [RFPO App. A]."""
+    answer = solution.rpartition("</think>")[2]
+    return (
+        solution.count("</think>") == 1
+        and "\\boxed{" in answer
+        and answer.rstrip().endswith(("}", "}$", "}."))
+    )
+
+
+def cosine_learning_rate(step: int, args: Args) -> float:
+    """Learning rate of step 1, 2, ...: linear warm-up, then a cosine down to final_frac of the peak
+    [RFPO App. A]."""
+    warmup_steps = args.warmup_frac * args.num_steps
+    if step <= warmup_steps:
+        return args.learning_rate * step / warmup_steps
+    progress = (step - warmup_steps) / (args.num_steps - warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return args.learning_rate * (args.final_frac + (1 - args.final_frac) * cosine)
+
+
+# ==================================================================================================
+# 5 Main
+# ==================================================================================================
+
+
+def main(args: Args, preset: str) -> None:
+    accelerator = make_accelerator(args)
+    model = resolve_model(args.model)
+    tokenizer = load_tokenizer(model)
+    policy = Policy(load_lm(model, args.max_context))
+    optimizer = make_optimizer(policy, args)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    rows, known = load_rows(args.dataset, "train")
+    prompts = column(rows, args.prompt_column, PROMPT_COLUMNS, "--prompt-column")
+    solutions = column(rows, args.solution_column, (), "--solution-column")
+    examples = []
+    for prompt, solution in zip(prompts, solutions, strict=True):
+        text, prompt_ids = render_prompt(prompt, args.prompt_template or known.template, tokenizer)
+        # Tokenized as it stands: a chat template would strip the reasoning block of the solution.
+        ids = tokenizer(solution, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        fits = len(prompt_ids) <= args.max_prompt_tokens and len(ids) <= args.max_response_tokens
+        if fits and keep_row(solution):
+            demonstration = Response(np.array(ids, np.int32), np.zeros(len(ids), np.float32), True)
+            problem = Problem(len(examples), text, prompt_ids, "")
+            examples.append(Group(len(examples), problem, [demonstration], [1.0]))
+    if accelerator.is_main_process:
+        print(f"data {args.dataset}: {len(rows)} rows -> {len(examples)} usable solutions")
+    require(
+        len(examples) >= args.batch_size,
+        f"{len(examples)} usable solutions are fewer than --batch-size {args.batch_size}",
+    )
+    steps_per_epoch = (
+        len(examples) // args.batch_size
+    )  # an epoch's incomplete last batch is dropped
+    run = Run("sft", preset, args, accelerator)
+    start = run.resume(policy, optimizer).get("step", 0)
+
+    bad_steps = 0
+    for step in run.steps(start):
+        epoch, offset = divmod(step - 1, steps_per_epoch)
+        order = np.random.default_rng([args.seed, epoch]).permutation(len(examples))
+        first = offset * args.batch_size
+        groups = [examples[i] for i in order[first : first + args.batch_size]]
+        batch = make_batch(groups, args.batch_size, tokenizer.pad_token_id, accelerator)
+        meter = Meter()
+        set_learning_rate(optimizer, cosine_learning_rate(step, args))
+
+        # 4 Update
+        num_tokens = accelerator.reduce(batch.mask.sum())  # collective, all ranks
+        for rows, weight in microbatches(batch, batch.minibatches[0], args, accelerator):
+            mask = batch.mask[rows] & bool(weight)  # [b, T]
+            logprobs, entropy = policy(*batch.inputs(rows), 1.0)  # [b, T]
+            loss = -torch.where(mask, logprobs, 0.0).sum() / num_tokens
+            accelerator.backward(loss * accelerator.num_processes)  # FSDP averages over ranks
+            stats = {"sft/loss": loss * num_tokens, "policy/entropy": (entropy * mask).sum()}
+            meter.add(stats, mask.sum())
+        grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        if torch.isfinite(grad_norm):
+            optimizer.step()
+        bad_steps = count_bad_steps(bad_steps, grad_norm, args)  # raises after too many in a row
+        optimizer.zero_grad()
+        meter.add({"optim/grad_norm": grad_norm}, 1)
+
+        # 5 Evaluate, log, save
+        metrics = meter.reduce(accelerator)  # collective
+        metrics["optim/learning_rate"] = optimizer.param_groups[0]["lr"]
+        if step == args.num_steps and args.eval_dataset:
+            engine = make_engine(args, model, policy, tokenizer, accelerator)
+            engine.sync_weights(policy)
+            problems = load_problems(args.eval_dataset, "test", args, tokenizer)
+            reward = load_reward(args.reward)
+            metrics |= evaluate(args, engine, problems[: args.eval_problems], reward, tokenizer)
+        run.log(step, metrics, groups, tokenizer)
+        if step % steps_per_epoch == 0 or step == args.num_steps:
+            export(policy, tokenizer, run.folder / f"epoch-{epoch + 1}", accelerator)
+        if step % args.save_every == 0 or step == args.num_steps or run.should_stop():
+            run.save(step, policy, optimizer)
+    if args.export:
+        export(policy, tokenizer, args.export, accelerator)
+    run.finish()
+
+
+if __name__ == "__main__":
+    launch(main, Args, PRESETS, __doc__)

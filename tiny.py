@@ -1,0 +1,174 @@
+"""tiny: the built-in world. A tokenizer, a model shape and problems with a checkable answer.
+
+Every script runs here when it is called without arguments: no network, no GPU, no data set. It is a small
+size of the real path, not a branch beside it: the same tokenizer calls, rollout engines, verifier, losses,
+checkpoints and evaluation as for a 32B model.
+
+The task is a running sum modulo 5. A prompt lists 3 to 8 digits, and a response may think one equation at a
+time or answer at once:
+
+    prompt              3 4 2 0 ?
+    thinks              <think> 3+4=2 2+2=4 4+0=4 </think> \\boxed{ 4 } <eos>
+    answers at once     <think> </think> \\boxed{ 4 } <eos>
+
+The demonstrations that the base policy learns from answer at once six times in ten (right about one time in
+five) and make a mistake in 12 % of their steps, so the base policy solves under half of the problems, and RL can raise
+accuracy by thinking more often and by making fewer mistakes: longer responses, higher reward.
+A wrong equation is an ordinary word of the vocabulary, so nothing but arithmetic marks a mistake.
+"""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from verifier import grade
+
+MODULUS = 5
+MIN_ITEMS, MAX_ITEMS = 3, 8
+DIRECT_FRACTION = 0.6  # share of demonstrations that answer at once
+STEP_ERROR = (
+    0.12  # share of demonstrated steps whose result is wrong (the chain carries on from it)
+)
+HELD_OUT = 10  # one problem in HELD_OUT, chosen by a hash of its text, is never trained on
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer: words are separated by spaces, and decoding puts the spaces back."""
+    digits = [str(d) for d in range(MODULUS)]
+    equations = [f"{a}+{b}={c}" for a in digits for b in digits for c in digits]
+    words = ["<pad>", "<eos>", "?", "<think>", "</think>", "\\boxed{", "}", *digits, *equations]
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_config() -> Qwen3Config:
+    """A Qwen3 of about 0.17 M parameters. head_dim is 32 because vLLM's CPU kernel refuses 16, and
+    initializer_range 0.1 (not 0.02) because so small a model learns several times faster from it."""
+    tokenizer = make_tokenizer()
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a problem belongs to the evaluation split; decided by its text, so splits never overlap."""
+    return zlib.crc32(prompt.encode()) % HELD_OUT == 0
+
+
+def problems(split: str, num: int, seed: int) -> list[dict]:
+    """`num` distinct problems of a split ("train" or "test"), each {"prompt", "answer", "solution"}.
+
+    The solution is one demonstration, drawn anew for each problem; only sft.py reads it."""
+    rng = np.random.default_rng([seed, split == "test"])
+    rows: dict[str, dict] = {}
+    while len(rows) < num:
+        digits = rng.integers(MODULUS, size=rng.integers(MIN_ITEMS, MAX_ITEMS + 1)).tolist()
+        prompt = " ".join(map(str, digits)) + " ?"
+        if prompt in rows or is_held_out(prompt) != (split == "test"):
+            continue
+        answer = str(sum(digits) % MODULUS)
+        rows[prompt] = {
+            "prompt": prompt,
+            "answer": answer,
+            "solution": demonstration(digits, rng),
+        }
+    return list(rows.values())
+
+
+def demonstration(digits: list[int], rng: np.random.Generator) -> str:
+    """A response to imitate: at once with probability DIRECT_FRACTION, else a chain of sums with mistakes."""
+    if rng.random() < DIRECT_FRACTION:
+        return f"<think> </think> \\boxed{{ {sum(digits) % MODULUS} }}"
+    total, steps = digits[0], []
+    for digit in digits[1:]:
+        result = (total + digit) % MODULUS
+        if rng.random() < STEP_ERROR:
+            result = (result + rng.integers(1, MODULUS)) % MODULUS
+        steps.append(f"{total}+{digit}={result}")
+        total = result
+    return f"<think> {' '.join(steps)} </think> \\boxed{{ {total} }}"
+
+
+def reward(prompts: list[str], responses: list[str], golds: list[str]) -> list[float]:
+    """The verifier's verdict, and nothing may follow the box.
+
+    Without this rule a policy can learn to append junk after a right answer, and no curve would show it."""
+    verdicts = grade(responses, golds)
+    return [
+        v * r.rstrip().endswith("}") * (r.count("}") == 1)
+        for v, r in zip(verdicts, responses, strict=True)
+    ]
+
+
+CACHE = Path(__file__).resolve().parent / ".cache"
+
+
+def untrained_policy() -> str:
+    """The folder of a model with random weights, made on first use; sft.py starts from it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_config())
+    return _cached("untrained", lambda folder: _save(model, folder))
+
+
+def base_policy() -> str:
+    """The folder of the base policy, made by `sft.py tiny` on first use (about a minute).
+
+    It is cached under a hash of its recipe, so that a changed world never meets an old policy."""
+    return _cached("base", _train)
+
+
+def _cached(name: str, make: Callable[[Path], None]) -> str:
+    here = CACHE.parent
+    recipe = b"".join((here / file).read_bytes() for file in ("tiny.py", "sft.py"))
+    folder = CACHE / f"{name}-{hashlib.sha256(recipe).hexdigest()[:12]}"
+    CACHE.mkdir(exist_ok=True)
+    with open(CACHE / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks and other runs wait here
+        if not folder.exists():
+            make(folder)
+    return str(folder)
+
+
+def _save(model, folder: Path) -> None:
+    partial = folder.with_suffix(".partial")
+    model.save_pretrained(partial)
+    make_tokenizer().save_pretrained(partial)
+    partial.rename(folder)
+
+
+def _train(folder: Path) -> None:
+    print("making the base policy with sft.py (once, about a minute)", flush=True)
+    script = CACHE.parent / "sft.py"
+    flags = ["--export", str(folder), "--runs-dir", str(CACHE / "runs")]
+    # A process of its own: the variables of torchrun would make it wait for other ranks.
+    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    env = {key: value for key, value in os.environ.items() if key not in torchrun}
+    subprocess.run([sys.executable, str(script), "tiny", *flags], check=True, env=env)
