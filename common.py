@@ -47,13 +47,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     GenerationConfig,
     PreTrainedTokenizerBase,
 )
 
 import tiny
 import verifier
+from engines import Engine, HFEngine, Response, Sampling, VLLMEngine, full_weights, row_seed
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -65,9 +65,9 @@ transformers.utils.logging.disable_progress_bar()
 def discounted_suffix_sum(x: Tensor, discount: float, block: int = 128) -> Tensor:
     """y[:, t] = sum over k >= t of discount^(k-t) x[:, k].
 
-    x and y [B, T]; padding must be 0. Exact, O(B T) memory: y is a first-order linear recurrence, so
-    inside a block the sum is one small matrix product, and what lies to the right of the block enters
-    through a carry. GAE is this sum over TD errors, Future-KL is it over log-ratios.
+    x and y [B, T]; padding must be 0. Exact, O(B T) memory: y is a first-order linear recurrence,
+    so inside a block the sum is one small matrix product, and what lies to the right of the block
+    enters through a carry. GAE is this sum over TD errors, Future-KL is it over log-ratios.
     """
     num_rows, length = x.shape
     num_blocks = -(-length // block)
@@ -91,6 +91,27 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(keep, x, 0.0).sum() / keep.sum().clamp(min=1)
 
 
+def k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Sum over masked tokens of the k3 estimate of KL(pi || pi_ref): exp(d) - d - 1, where
+    d = log pi_ref - log pi. Never negative."""
+    difference = torch.where(mask.bool(), ref_logprobs - logprobs, 0.0).clamp(-20, 20)
+    return (difference.exp() - difference - 1).sum()
+
+
+def truncated_importance(old_logprobs: Tensor, rollout_logprobs: Tensor, args) -> Tensor | float:
+    """Weights min(pi_old / pi_engine, args.rollout_is_cap) per token, no gradient, against the
+    mismatch of engine and trainer; 1 where the cap is 0."""
+    if args.rollout_is_cap == 0:
+        return 1.0
+    return (old_logprobs - rollout_logprobs).exp().clamp(max=args.rollout_is_cap)
+
+
+def logprob_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """|log pi_old - log pi_engine| for the Meter: near 0 when both compute the same policy."""
+    gap = torch.where(mask, (old_logprobs - rollout_logprobs).abs(), 0.0)
+    return {"rollout/logprob_gap_mean": gap.sum(), "rollout/logprob_gap_max": gap.max()}
+
+
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over the entries where mask is nonzero; 0 if
     Var(returns) = 0. At most 1; 0 for a constant prediction, negative for a worse one."""
@@ -108,7 +129,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         raise ValueError(
             f"pass_at_k needs 1 <= k <= num_samples, got {k=}, {num_samples=}, {num_correct=}"
         )
-    # A product of ratios, since factorials overflow; it holds a factor 0 when every k-subset has a right sample.
+    # A product of ratios, for factorials overflow; a factor is 0 where every k-subset is right.
     return 1.0 - math.prod((num_samples - num_correct - i) / (num_samples - i) for i in range(k))
 
 
@@ -118,8 +139,8 @@ def pass_at_k_plugin(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_vote(answers: list[str | None]) -> str | None:
-    """The most frequent answer. An answer joins the first class whose first member it equals, by the
-    verifier; None (no answer) never wins; ties go to the class seen first."""
+    """The most frequent answer. An answer joins the first class whose first member it equals (by
+    the verifier); None (no answer) never wins; ties go to the class seen first."""
     classes: list[tuple[str, int]] = []
     for answer in answers:
         if answer is None:
@@ -148,7 +169,7 @@ def auc(scores, correct) -> float:
 
 
 def within_problem_auc(scores, correct, problem_ids) -> float:
-    """Mean AUC over the problems with both outcomes and at least 3 rollouts; NaN when there is none.
+    """Mean AUC over the problems with both outcomes and at least 3 rollouts; NaN where none is.
     It asks whether scores rank answers, not whether they rank problems."""
     scores, correct, problem_ids = map(np.asarray, (scores, correct, problem_ids))
     members = [problem_ids == p for p in np.unique(problem_ids)]
@@ -263,23 +284,6 @@ def make_accelerator(args) -> Accelerator:
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     return accelerator
-
-
-@contextmanager
-def preserve_rng():
-    """Leave Python's, numpy's and torch's random states as they were: building a vLLM engine and
-    each of its generate calls change them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
-def row_seed(*parts: int) -> int:
-    """A 63-bit seed as a function of its parts (run seed, problem, sample, ...): equal on every
-    rank and after a resume, different for each response."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 # ==================================================================================================
@@ -399,7 +403,13 @@ def render_prompt(
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def load_problems(dataset: str, split: str, args, tokenizer) -> list[Problem]:
+def load_problems(args, tokenizer) -> tuple[list[Problem], list[Problem]]:
+    """Training problems, and the first args.eval_problems of the evaluation set."""
+    train = load_dataset(args.dataset, "train", args, tokenizer)
+    return train, load_dataset(args.eval_dataset, "test", args, tokenizer)[: args.eval_problems]
+
+
+def load_dataset(dataset: str, split: str, args, tokenizer) -> list[Problem]:
     """The problems of a data set, in file order. Repeated prompts, empty golds and prompts over
     args.max_prompt_tokens are dropped, with a count. Raises UsageError where none is left.
 
@@ -555,24 +565,53 @@ def resolve_model(name: str) -> str:
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer. A missing pad token becomes EOS; masks come from lengths, so no EOS
     is hidden by that."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_lm(model: str, max_context: int | None) -> nn.Module:
-    """A causal language model with fp32 weights. max_context (tokens) replaces the published
-    max_position_embeddings, where a recipe trains beyond it."""
+def load_lm(args) -> nn.Module:
+    """The causal language model args.model, with fp32 weights. args.max_context (tokens) replaces
+    the published max_position_embeddings, where a recipe trains beyond it. Raises UsageError where
+    a prompt with its response does not fit."""
+    model = resolve_model(args.model)
     config = AutoConfig.from_pretrained(model)
-    config.max_position_embeddings = max_context or config.max_position_embeddings
+    config.max_position_embeddings = args.max_context or config.max_position_embeddings
+    need, limit = args.max_prompt_tokens + args.max_response_tokens, config.max_position_embeddings
+    require(
+        need <= limit,
+        f"--max-prompt-tokens {args.max_prompt_tokens} + --max-response-tokens "
+        f"{args.max_response_tokens} = {need} is over the {limit} positions of {args.model}; lower "
+        "them, or raise --max-context",
+    )
     return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
+
+
+def load_policy(args, accelerator: Accelerator):
+    """The policy and its AdamW, placed and (under torchrun) sharded. Betas are (0.9, 0.999); weight
+    decay acts on every parameter, as in the framework behind the papers' numbers."""
+    policy = Policy(load_lm(args))
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay
+    )
+    return accelerator.prepare(policy, optimizer)
+
+
+def load_reference(args, accelerator: Accelerator) -> nn.Module:
+    """The starting policy once more, never trained, placed and sharded like the policy."""
+    policy = Policy(load_lm(args)).requires_grad_(False)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        return fsdp2_prepare_model(accelerator, policy)
+    return policy.to(accelerator.device)
 
 
 def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends a response: of the tokenizer and of the model's generation config."""
     try:
-        eos = GenerationConfig.from_pretrained(model).eos_token_id
+        eos = GenerationConfig.from_pretrained(resolve_model(model)).eos_token_id
     except OSError:  # the model has none
         eos = None
     ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
@@ -584,26 +623,6 @@ def reshard(module: nn.Module) -> None:
     root's (embedding, head, norm) stale through the next optimizer step. No-op without sharding."""
     if hasattr(module, "reshard"):
         module.reshard()
-
-
-def prepare_frozen(module: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """A module that is never trained, placed and sharded like the policy."""
-    module.requires_grad_(False)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-        return fsdp2_prepare_model(accelerator, module)
-    return module.to(accelerator.device)
-
-
-def full_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of the language model's weights, gathered one at a time: a collective
-    under sharding. From state_dict, which holds tied weights under both of their names, as an
-    engine needs them; named_parameters does not."""
-    for name, tensor in policy.lm.state_dict().items():
-        if hasattr(tensor, "full_tensor"):
-            tensor = (tensor.cuda() if torch.cuda.is_available() else tensor).full_tensor()
-        yield name.replace("_checkpoint_wrapped_module.", ""), tensor.detach()
 
 
 def export(policy: nn.Module, tokenizer, folder: str | Path, accelerator: Accelerator) -> None:
@@ -626,32 +645,13 @@ def export(policy: nn.Module, tokenizer, folder: str | Path, accelerator: Accele
 
 
 # ==================================================================================================
-# 5 Rollout
+# 5 Rollout (the engines are in engines.py)
 # ==================================================================================================
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Every sampling parameter that is in force; a checkpoint's generation config adds nothing."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-
-
-@dataclass
-class Response:
-    """One sampled response. token_ids and the sampler's logprobs [T] end with the stop token where
-    one was sampled; then `finished` is true. A response cut off at max_tokens is not finished."""
-
-    token_ids: np.ndarray  # int32
-    logprobs: np.ndarray  # float32
-    finished: bool
 
 
 @dataclass
 class Group:
-    """G responses to one prompt, and the verdict on each, in [0, 1]; empty until they are judged."""
+    """G responses to one prompt, and a verdict in [0, 1] on each; empty before they are judged."""
 
     number: int  # the prompt's position in the stream of prompts
     problem: Problem
@@ -659,265 +659,33 @@ class Group:
     correct: list[float]
 
 
-class Engine:
-    """What both engines share. Ranks form teams of `tensor_parallel`, one engine to a team."""
-
-    def __init__(self, stop_ids: list[int], tensor_parallel: int, accelerator: Accelerator):
-        self.stop_ids, self.quiet = stop_ids, not accelerator.is_main_process
-        self.team, self.member = divmod(accelerator.process_index, tensor_parallel)
-        self.num_teams = accelerator.num_processes // tensor_parallel
-
-    def sample(
-        self, drawn: list[tuple[int, Problem]], n: int, sampling: Sampling, *seeds: int
-    ) -> list[Group]:
-        """n responses to each (number, problem) of this rank's share. Response g to problem
-        `number` is drawn with the seed f(*seeds, number, g), whatever the number of ranks."""
-        share = drawn[self.team :: self.num_teams]
-        if not share:
-            return []
-        prompts = [problem.prompt_ids for _, problem in share]
-        row_seeds = [[row_seed(*seeds, number, g) for g in range(n)] for number, _ in share]
-        answers = self.generate(prompts, n, sampling, row_seeds)
-        return [Group(i, problem, a, []) for (i, problem), a in zip(share, answers, strict=True)]
-
-    def generate(
-        self, prompt_ids: list[list[int]], n: int, sampling: Sampling, seeds: list[list[int]]
-    ) -> list[list[Response]]:
-        """n responses to each prompt, the g-th drawn with its own seed, seeds[prompt][g]."""
-        raise NotImplementedError
-
-    def sync_weights(self, policy: nn.Module) -> None:
-        """Take over the policy's weights. A collective under sharding."""
-        raise NotImplementedError
-
-    def sleep(self) -> None:
-        """Give GPU memory back until the next sync_weights."""
-
-
-class HFEngine(Engine):
-    """Rollouts with a transformers model. A prompt is prefilled once for all of its samples; each
-    response has a random stream of its own, so its tokens do not depend on the batch (beyond float
-    noise); finished responses leave the batch."""
-
-    max_rows = 1024  # responses in one batch; bounds the memory of the KV cache
-
-    def __init__(self, lm, pad_id: int, shared: bool, stop_ids, accelerator):
-        super().__init__(stop_ids, 1, accelerator)
-        self.lm, self.pad_id, self.shared = lm, pad_id, shared
-
-    def sync_weights(self, policy):
-        if not self.shared:  # else the engine generates with the trained module itself
-            self.lm.load_state_dict(dict(full_weights(policy)), strict=True)
-
-    @torch.no_grad()
-    def generate(self, prompt_ids, n, sampling, seeds):
-        responses, step = [], max(1, self.max_rows // n)
-        starts = range(0, len(prompt_ids), step)
-        for i in tqdm(starts, desc="rollout", delay=3, leave=False, disable=self.quiet):
-            responses += self._batch(prompt_ids[i : i + step], n, sampling, seeds[i : i + step])
-        return responses
-
-    def _batch(self, prompt_ids, n, sampling, seeds):
-        device, longest = self.lm.device, max(map(len, prompt_ids))
-        # Left padding, so that all rows continue in the same column.
-        padded = [[self.pad_id] * (longest - len(p)) + p for p in prompt_ids]
-        position = torch.tensor([len(p) for p in prompt_ids], device=device)  # of the next token
-        attention = torch.arange(longest, device=device) >= longest - position[:, None]
-        attention = attention.long()  # [P, longest]
-        cache = DynamicCache(config=self.lm.config)
-        positions = (attention.cumsum(-1) - 1).clamp(min=0)
-        logits = self._step(torch.tensor(padded, device=device), attention, positions, cache)
-        cache.batch_repeat_interleave(n)
-        logits, attention, position = (
-            x.repeat_interleave(n, 0) for x in (logits, attention, position)
-        )
-        shape = (len(prompt_ids) * n, sampling.max_tokens)
-        streams = [np.random.default_rng(s).random(shape[1]) for row in seeds for s in row]
-        uniforms = torch.from_numpy(np.stack(streams)).to(device)  # [rows, max_tokens] fp64
-        tokens = torch.full(shape, self.pad_id, device=device)
-        logprobs = torch.zeros(shape, device=device)
-        length = torch.full(shape[:1], shape[1], device=device)
-        finished = torch.zeros(shape[:1], dtype=torch.bool, device=device)
-        stops = torch.tensor(self.stop_ids, device=device)
-        rows = torch.arange(shape[0], device=device)  # the rows that are still growing
-        for t in range(sampling.max_tokens):
-            token, tokens_logprob = sample_tokens(logits, uniforms[rows, t], sampling)
-            tokens[rows, t], logprobs[rows, t] = token, tokens_logprob
-            stopped = torch.isin(token, stops)
-            length[rows[stopped]], finished[rows[stopped]] = t + 1, True
-            if stopped.all() or t + 1 == sampling.max_tokens:
-                break
-            if stopped.any():
-                keep = (~stopped).nonzero().squeeze(-1)
-                cache.batch_select_indices(keep)
-                rows, token, attention, position = (
-                    x[keep] for x in (rows, token, attention, position)
-                )
-            attention = F.pad(attention, (0, 1), value=1)
-            logits = self._step(token[:, None], attention, position[:, None], cache)
-            position = position + 1
-        tokens, logprobs, length, finished = (
-            x.cpu().numpy() for x in (tokens, logprobs, length, finished)
-        )
-        flat = [
-            Response(tokens[r, :end].astype(np.int32), logprobs[r, :end].copy(), bool(finished[r]))
-            for r, end in enumerate(length)
-        ]
-        return [flat[i : i + n] for i in range(0, len(flat), n)]
-
-    def _step(self, ids, attention, positions, cache) -> Tensor:
-        output = self.lm(
-            input_ids=ids,
-            attention_mask=attention,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1].float()  # [rows, V]
-
-
-def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """One token per row by inverse transform, and its log-probability under the distribution that
-    was sampled from: temperature and top-p applied, renormalised. logits [rows, V], uniforms [rows]
-    in [0, 1). Temperature 0 takes the most likely token."""
-    if sampling.temperature == 0:
-        token = logits.argmax(-1, keepdim=True)
-        return token.squeeze(-1), logits.log_softmax(-1).gather(-1, token).squeeze(-1)
-    logprobs = (logits / sampling.temperature).log_softmax(-1)
-    if sampling.top_p < 1:
-        ordered, order = logprobs.sort(-1, descending=True)
-        mass_before = ordered.exp().cumsum(-1) - ordered.exp()
-        ordered = ordered.masked_fill(mass_before >= sampling.top_p, -torch.inf).log_softmax(-1)
-        logprobs = torch.empty_like(ordered).scatter(-1, order, ordered)
-    cdf = logprobs.double().exp().cumsum(-1)  # fp64, for at V = 150,000 an fp32 sum drifts
-    target = uniforms[:, None] * cdf[:, -1:]
-    token = torch.searchsorted(cdf, target, right=True).clamp(max=logits.shape[-1] - 1)
-    return token.squeeze(-1), logprobs.gather(-1, token).squeeze(-1)
-
-
-class VLLMEngine(Engine):
-    """Rollouts with vLLM inside the training process."""
-
-    def __init__(self, args, model: str, max_context: int, stop_ids, accelerator):
-        super().__init__(stop_ids, args.tensor_parallel, accelerator)
-        self.cuda, self.names, self.asleep = torch.cuda.is_available(), None, set()
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        # engine_memory is a share of the GPU's memory, or gigabytes of KV cache on a CPU.
-        gigabytes = {"kv_cache_memory_bytes": int(args.engine_memory * 2**30)}
-        share = {"gpu_memory_utilization": args.engine_memory}
-        threads = torch.get_num_threads()
-        with preserve_rng():
-            from vllm import LLM
-
-            self.llm = LLM(
-                model=model,
-                skip_tokenizer_init=True,  # token ids in, token ids out
-                dtype="bfloat16" if self.cuda else "float32",
-                seed=args.seed,
-                max_model_len=max_context,
-                hf_overrides=(
-                    {"max_position_embeddings": args.max_context} if args.max_context else {}
-                ),
-                tensor_parallel_size=args.tensor_parallel,
-                distributed_executor_backend=(
-                    "external_launcher" if accelerator.num_processes > 1 else None
-                ),
-                enable_prefix_caching=True,
-                enforce_eager=not self.cuda,
-                enable_sleep_mode=self.cuda,
-                logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-                generation_config="vllm",  # not the checkpoint's sampling defaults
-                **(share if self.cuda else gigabytes),
-            )
-        torch.set_num_threads(threads)
-
-    def sync_weights(self, policy):
-        sent = []
-
-        def stream():
-            for name, tensor in full_weights(policy):
-                sent.append(name)
-                yield name, tensor
-
-        with preserve_rng():
-            self._wake("weights")
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
-            self.llm.reset_prefix_cache()  # cached prefixes belong to the old weights
-        self.names = self.names or set(
-            sent
-        )  # vLLM only warns of a missing name, and keeps its old values
-        if set(sent) != self.names:
-            raise RuntimeError(f"weight sync changed names: {sorted(set(sent) ^ self.names)}")
-
-    def generate(self, prompt_ids, n, sampling, seeds):
-        from vllm import SamplingParams
-
-        shared = {
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": 0,
-            "min_p": 0.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "stop_token_ids": self.stop_ids,
-            "logprobs": 0,  # of the sampled token alone
-            "detokenize": False,
-        }
-        # One request per response, for each has a seed of its own; the prompt's prefix is cached.
-        params = [SamplingParams(n=1, seed=seed, **shared) for row in seeds for seed in row]
-        prompts = [{"prompt_token_ids": p} for p in prompt_ids for _ in range(n)]
-        with preserve_rng():
-            self._wake("kv_cache")
-            outputs = [o.outputs[0] for o in self.llm.generate(prompts, params, use_tqdm=False)]
-        flat = []
-        for output in outputs:
-            pairs = zip(output.logprobs, output.token_ids, strict=True)
-            logprobs = np.array([entry[token].logprob for entry, token in pairs], np.float32)
-            ids = np.array(output.token_ids, np.int32)
-            flat.append(Response(ids, logprobs, int(ids[-1]) in self.stop_ids))
-        return [flat[i : i + n] for i in range(0, len(flat), n)]
-
-    def sleep(self):
-        if self.cuda:
-            self.llm.sleep(2)
-            self.asleep = {"weights", "kv_cache"}
-
-    def _wake(self, part: str) -> None:
-        if part in self.asleep:
-            self.llm.wake_up([part])
-            self.asleep.remove(part)
-
-
-def make_engine(args, model: str, policy: nn.Module, tokenizer, accelerator) -> Engine:
+def make_engine(args, policy: nn.Module, tokenizer, accelerator: Accelerator) -> Engine:
     """The engine that args.rollout_engine names; auto is vLLM where it is installed and a GPU is
     present, else hf. Raises UsageError where it cannot hold a prompt with its response."""
     kind, installed = args.rollout_engine, importlib.util.find_spec("vllm") is not None
     require(kind != "vllm" or installed, "--rollout-engine vllm needs vllm: requirements-gpu.txt")
-    limit = policy.lm.config.max_position_embeddings
-    need = args.max_prompt_tokens + args.max_response_tokens
-    require(
-        need <= limit,
-        f"--max-prompt-tokens {args.max_prompt_tokens} + --max-response-tokens "
-        f"{args.max_response_tokens} = {need} is over the {limit} positions of {args.model}; lower "
-        "them, or raise --max-context",
-    )
-    stop_ids = stop_token_ids(model, tokenizer)
+    model, stop_ids = resolve_model(args.model), stop_token_ids(args.model, tokenizer)
     if kind == "vllm" or (kind == "auto" and installed and torch.cuda.is_available()):
-        return VLLMEngine(args, model, need, stop_ids, accelerator)
-    require(
-        args.tensor_parallel == 1,
-        f"--tensor-parallel {args.tensor_parallel} needs --rollout-engine vllm",
-    )
-    shared = accelerator.distributed_type != DistributedType.FSDP
-    lm = policy.lm
-    if not shared:  # `generate` on sharded modules hangs when ranks finish at different times
-        dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
-        lm = load_lm(model, args.max_context).to(accelerator.device, dtype).eval()
-    return HFEngine(lm, tokenizer.pad_token_id, shared, stop_ids, accelerator)
+        return VLLMEngine(args, model, stop_ids, accelerator)
+    tp = args.tensor_parallel
+    require(tp == 1, f"--tensor-parallel {tp} needs --rollout-engine vllm")
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return HFEngine(policy.lm, tokenizer.pad_token_id, True, stop_ids, accelerator)
+    # `generate` on sharded modules hangs when ranks finish at different times: a whole copy.
+    dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
+    lm = load_lm(args).to(accelerator.device, dtype).eval()
+    return HFEngine(lm, tokenizer.pad_token_id, False, stop_ids, accelerator)
+
+
+def sample(
+    engine: Engine, drawn: list[tuple[int, Problem]], n: int, sampling: Sampling, *seeds: int
+) -> list[Group]:
+    """n responses to each (number, problem) of this rank's share. Response g to problem `number` is
+    drawn with the seed f(*seeds, number, g), whatever the number of ranks."""
+    share = engine.share(drawn)
+    row_seeds = [[row_seed(*seeds, number, g) for g in range(n)] for number, _ in share]
+    answers = engine.generate([p.prompt_ids for _, p in share], n, sampling, row_seeds)
+    return [Group(i, problem, a, []) for (i, problem), a in zip(share, answers, strict=True)]
 
 
 def judge(groups: list[Group], reward: Callable, tokenizer) -> list[Group]:
@@ -962,7 +730,8 @@ def evaluate(args, engine: Engine, problems: list[Problem], reward, tokenizer) -
     k = args.eval_samples. A collective. Seeds do not depend on the step: two evaluations of the
     same weights agree."""
     sampling = Sampling(args.max_response_tokens, args.eval_temperature, args.eval_top_p)
-    groups = engine.sample(list(enumerate(problems)), args.eval_samples, sampling, args.seed, 1)
+    drawn = list(enumerate(problems))
+    groups = sample(engine, drawn, args.eval_samples, sampling, args.seed, 1)
     groups = gather_groups(judge(groups, reward, tokenizer), engine)
     k, num_correct = args.eval_samples, [round(sum(group.correct)) for group in groups]
     votes = []
@@ -1071,14 +840,6 @@ def microbatches(
 # ==================================================================================================
 
 
-def make_optimizer(module: nn.Module, args) -> torch.optim.AdamW:
-    """AdamW, betas (0.9, 0.999). Weight decay acts on every parameter, as in the framework behind
-    the papers' numbers."""
-    return torch.optim.AdamW(
-        module.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay
-    )
-
-
 def scheduled_learning_rate(step: int, args) -> float:
     """Learning rate of step 1, 2, ...: linear warm-up, constant, and over the last decay_steps
     linear to about 0. A function of the step, so there is no scheduler state. Steps are rollout
@@ -1159,7 +920,8 @@ class Run:
         self.folder = Path(gather_object([str(folder)])[0])  # the one that rank 0 chose
         self.start_time, self.tokens, self.timings = time.time(), 0, defaultdict(float)
         self.step_start, self.stop_requested, self.bar = time.perf_counter(), False, None
-        self.tracker_works = bool(args.track)
+        self.tracker_works, self.warned_of_collapse = bool(args.track), False
+        self.past: dict[str, list[float]] = defaultdict(list)
         if self.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write_args()
@@ -1231,12 +993,35 @@ class Run:
         flag = torch.tensor([self.stop_requested], device=self.accelerator.device)
         return bool(self.accelerator.gather(flag).any())
 
+    def warn_if_short(self, step: int, num_groups: int, rounds: int, verdicts: list) -> None:
+        """Say so, and why, where dynamic sampling did not fill the batch."""
+        if num_groups < self.args.prompts_per_step:
+            self.warn(
+                f"step {step}: {num_groups} of {self.args.prompts_per_step} groups after {rounds} "
+                f"sampling rounds; {np.mean(verdicts):.0%} of the sampled responses are right"
+            )
+
+    def collapse_signals(self, metrics: dict[str, float]) -> int:
+        """How many of the four quantities that announce a collapse stand above five
+        times their own median over the steps so far. Warns, once, at three; 0 in the first ten."""
+        names = "policy/dual_clip_frac policy/kl optim/grad_norm rollout/response_tokens_mean"
+        jumped = []
+        for name in names.split():
+            past = self.past[name]
+            if len(past) >= 10 and metrics[name] > 5 * abs(float(np.median(past))):
+                jumped.append(name)
+            past.append(metrics[name])
+        if len(jumped) >= 3 and not self.warned_of_collapse:
+            self.warned_of_collapse = True
+            self.warn(f"this looks like a collapse; {', '.join(jumped)} are 5x their median")
+        return len(jumped)
+
     def warn(self, message: str) -> None:
         if self.is_main:
             tqdm.write(f"warning: {message}")
 
     def log(self, step: int, metrics: dict[str, float], groups: list[Group], tokenizer) -> None:
-        """Append a line to metrics.jsonl and a few whole rollouts to samples.jsonl; update the bar."""
+        """Append to metrics.jsonl, and a few whole rollouts to samples.jsonl; update the bar."""
         new_tokens = sum(len(r.token_ids) for group in groups for r in group.responses)
         self.tokens += new_tokens
         seconds = time.perf_counter() - self.step_start

@@ -1,4 +1,4 @@
-"""pictures: the curves of one run or several, and the closing table. The scripts call it at the end.
+"""pictures: the curves of one run or several, and the closing table; every script ends with it.
 
 python pictures.py runs/fipo-tiny-seed1                      draws runs/fipo-tiny-seed1/curves.png
 python pictures.py runs/dapo-* runs/fipo-* --out both.png    overlays runs
@@ -45,7 +45,7 @@ PANELS = [
     (
         "Influence weight at a bound",
         "share",
-        ["fipo/influence_low_frac", "fipo/influence_high_frac"],
+        ["fipo/clip_low_frac", "fipo/clip_high_frac"],
     ),
     ("Engine against trainer", "mean |log-prob difference|", ["rollout/logprob_gap_mean"]),
     ("Loss", "nats per token", ["sft/loss"]),
@@ -58,7 +58,7 @@ def read_metrics(folder: Path) -> list[dict]:
 
 
 def curves(folders: list[Path], path: Path) -> Path:
-    """Draw every panel that the runs have numbers for, one colour a run and one line style a key."""
+    """Draw each panel that the runs have numbers for: a colour for a run, a line style for a key."""
     runs = {Path(folder).name: read_metrics(folder) for folder in folders}
     logged = {key for lines in runs.values() for line in lines for key in line}
     panels = [(title, label, [k for k in keys if k in logged]) for title, label, keys in PANELS]
@@ -97,7 +97,7 @@ def curves(folders: list[Path], path: Path) -> Path:
 
 
 def summary(folder: Path) -> str:
-    """The closing table: the first and last value of the main numbers, and the mean of ten steps at each end."""
+    """The closing table: first and last value of the main numbers, and means of ten steps."""
     lines = read_metrics(folder)
     rows = [("", "first", "last", "mean of first 10", "mean of last 10")]
     for key in (

@@ -1,15 +1,17 @@
 """SFT: supervised fine-tuning on worked solutions, the stage in front of every RL script here.
 
-Paper: RFPO (arXiv 2609.37119), appendix A, whose first stage this is. In the tiny world it makes the
-base policy.
+Paper: RFPO (arXiv 2609.37119), appendix A, whose first stage this is. In the tiny world it makes
+the base policy.
 
-Idea. Show the model prompts with solutions and raise the log-probability of the solutions' tokens. The
-prompt's tokens are read, not imitated. loss = mean over all solution tokens of -log pi_theta(token).
+Idea. Show the model prompts with solutions, and raise the log-probability of the solutions' tokens;
+the prompts are read, not imitated.
+
+    loss = - sum over solution tokens of log pi_theta(token) / (their number in the batch)
 
 Laptop:   python sft.py
-8 GPUs:   torchrun --nproc_per_node 8 sft.py qwen3-4b-base --dataset PATH/solutions.jsonl
+8 GPUs:   torchrun --nproc_per_node 8 sft.py --model PATH --dataset PATH/solutions.jsonl
 
-Deviations: none known.
+Deviations: none known. A preset with the paper's values is still to come.
 """
 
 import math
@@ -22,7 +24,6 @@ from common import (
     PROMPT_COLUMNS,
     Group,
     Meter,
-    Policy,
     Problem,
     Response,
     Run,
@@ -31,19 +32,17 @@ from common import (
     evaluate,
     export,
     launch,
-    load_lm,
-    load_problems,
+    load_dataset,
+    load_policy,
     load_reward,
     load_rows,
     load_tokenizer,
     make_accelerator,
     make_batch,
     make_engine,
-    make_optimizer,
     microbatches,
     render_prompt,
     require,
-    resolve_model,
     set_learning_rate,
 )
 
@@ -55,84 +54,46 @@ from common import (
 @dataclass
 class Args:
     # Run
-    seed: int = 1
-    """Seed of the data order."""
-    run_name: str | None = None
-    """Folder under runs_dir; default sft-<preset>-seed<seed>, with -2, -3 where it exists."""
-    runs_dir: str = "runs"
-    """Where run folders go."""
-    export: str | None = None
-    """A second folder for the final model, beside <run>/epoch-<n>."""
-    save_every: int = 500
-    """Optimizer steps between checkpoints."""
-    keep_last: int = 1
-    """Checkpoints (with optimizer state) to keep; the model of every epoch stays anyway."""
-    resume: bool = False
-    """Continue the newest complete checkpoint of the run with this name."""
-    track: str = ""
-    """Tracker of Accelerate, for example tensorboard or wandb; empty: metrics.jsonl only."""
-
+    seed: int = 1  # of the data order
+    run_name: str | None = None  # folder under runs_dir; default sft-<preset>-seed<seed>
+    runs_dir: str = "runs"  # where run folders go
+    export: str | None = None  # a second folder for the final model, beside <run>/epoch-<n>
+    save_every: int = 500  # optimizer steps between checkpoints; also after the last
+    keep_last: int = 1  # checkpoints to keep; the model of every epoch stays anyway
+    resume: bool = False  # continue the newest complete checkpoint of the run with this name
+    track: str = ""  # a tracker of Accelerate (tensorboard, wandb, ...) beside metrics.jsonl
     # Task
-    model: str = "tiny-untrained"
-    """Model to start from: a hub id, a local folder, or tiny-untrained."""
-    dataset: str = "tiny"
-    """Prompts with worked solutions: tiny, a hub id, or a jsonl/parquet file."""
-    prompt_column: str | None = None
-    """Column of the prompt, text or message list; dotted names reach into structs."""
-    solution_column: str = "solution"
-    """Column of the solution text."""
-    answer_column: str | None = None
-    """Column of the gold answer in the evaluation set."""
-    prompt_template: str | None = None
-    """Text around plain-text prompts, with {problem} in it; default: what the data set needs."""
-    max_prompt_tokens: int = 16
-    """Longest prompt, tokens."""
-    max_response_tokens: int = 24
-    """Longest solution, tokens; rows with a longer prompt or solution are dropped with a count."""
-    max_context: int | None = None
-    """Positions of the model, tokens; raises max_position_embeddings. Default: as published."""
-    reward: str = "tiny.py:reward"
-    """verifier, or path.py:function; judges the closing evaluation."""
-    eval_dataset: str = "tiny"
-    """Held-out problems of the closing evaluation; empty: none."""
-    eval_problems: int = 256
-    """How many of them."""
-    eval_samples: int = 4
-    """Responses per evaluation problem."""
-    eval_temperature: float = 1.0
-    """Sampling temperature of the evaluation."""
-    eval_top_p: float = 1.0
-    """Nucleus sampling of the evaluation."""
-    rollout_engine: str = "hf"
-    """Engine of the evaluation: hf, vllm or auto."""
-    tensor_parallel: int = 1
-    """Ranks that share one vLLM engine."""
-    engine_memory: float = 4.0
-    """vLLM's share of GPU memory (0 to 1); on a CPU, gigabytes of KV cache."""
-
+    model: str = "tiny-untrained"  # a hub id, a local folder, or tiny-untrained (built in)
+    dataset: str = "tiny"  # prompts with solutions: tiny, a jsonl/parquet file, a hub id
+    prompt_column: str | None = None  # column of the prompt; dotted names reach into structs
+    solution_column: str = "solution"  # column of the solution text
+    answer_column: str | None = None  # column of the gold answer in the evaluation set
+    prompt_template: str | None = None  # text around a plain prompt, with {problem} in it
+    max_prompt_tokens: int = 16  # rows with a longer prompt are dropped, with a count
+    max_response_tokens: int = 24  # rows with a longer solution are dropped, with a count
+    max_context: int | None = None  # positions of the model, tokens; default: as published
+    reward: str = "tiny.py:reward"  # verifier, or path.py:function; judges the evaluation
+    eval_dataset: str = "tiny"  # held-out problems of the closing evaluation; empty: none
+    eval_problems: int = 256  # how many of them, from the start of the set
+    eval_samples: int = 4  # responses per evaluation problem
+    eval_temperature: float = 1.0  # sampling temperature of the evaluation; 0 is greedy
+    eval_top_p: float = 1.0  # nucleus sampling of the evaluation
+    # Rollout
+    rollout_engine: str = "hf"  # engine of the evaluation: hf, vllm or auto
+    tensor_parallel: int = 1  # ranks that share one vLLM engine
+    engine_memory: float = 4.0  # vLLM's share of GPU memory (0 to 1); on a CPU, GB of KV cache
     # Optimization
-    num_steps: int = 900
-    """Optimizer steps; an epoch is (usable rows / batch_size) of them."""
-    batch_size: int = 64
-    """Sequences per optimizer step, over all ranks (RFPO appendix A: 16)."""
-    learning_rate: float = 3e-3
-    """Peak learning rate of AdamW (RFPO appendix A: 2e-5)."""
-    warmup_frac: float = 0.01
-    """Share of the steps with linear warm-up [RFPO App. A]."""
-    final_frac: float = 0.1
-    """The cosine ends at this share of the peak [RFPO App. A]."""
-    weight_decay: float = 0.1
-    """AdamW weight decay [RFPO App. A]."""
-    max_grad_norm: float = 1.0
-    """Gradient norm above which gradients are scaled down."""
-    tokens_per_microbatch: int = 4096
-    """Padded tokens per forward/backward; the gradient does not depend on it."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    cpu_offload: bool = False
-    """Keep parameters and optimizer state in CPU memory between uses."""
-    max_bad_steps: int = 3
-    """Updates in a row with a non-finite gradient (each is skipped) after which the run stops."""
+    num_steps: int = 900  # optimizer steps; an epoch is (usable rows / batch_size) of them
+    batch_size: int = 64  # sequences per step, over all ranks (RFPO App. A: 16)
+    learning_rate: float = 3e-3  # peak of the cosine (RFPO App. A: 2e-5)
+    warmup_frac: float = 0.01  # share of the steps with linear warm-up [RFPO App. A]
+    final_frac: float = 0.1  # the cosine ends at this share of the peak [RFPO App. A]
+    weight_decay: float = 0.1  # of AdamW [RFPO App. A]
+    max_grad_norm: float = 1.0  # gradient norm above which gradients are scaled down
+    tokens_per_microbatch: int = 4096  # padded tokens per forward; changes no gradient
+    activation_checkpointing: bool = False  # recompute activations in the backward pass
+    cpu_offload: bool = False  # keep parameters and optimizer state in CPU memory between uses
+    max_bad_steps: int = 3  # non-finite updates in a row, each skipped, that end the run
 
 
 PRESETS = {"tiny": Args()}
@@ -143,7 +104,8 @@ PRESETS = {"tiny": Args()}
 
 
 def keep_row(solution: str) -> bool:
-    """Whether a solution closes its reasoning block exactly once and ends in a boxed answer [RFPO App. A]."""
+    """Whether a solution closes its reasoning block exactly once and ends in a boxed answer
+    [RFPO App. A]."""
     answer = solution.rpartition("</think>")[2]
     return (
         solution.count("</think>") == 1
@@ -170,11 +132,8 @@ def cosine_learning_rate(step: int, args: Args) -> float:
 
 def main(args: Args, preset: str) -> None:
     accelerator = make_accelerator(args)
-    model = resolve_model(args.model)
-    tokenizer = load_tokenizer(model)
-    policy = Policy(load_lm(model, args.max_context))
-    optimizer = make_optimizer(policy, args)
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    tokenizer = load_tokenizer(args.model)
+    policy, optimizer = load_policy(args, accelerator)
     rows, known = load_rows(args.dataset, "train")
     prompts = column(rows, args.prompt_column, PROMPT_COLUMNS, "--prompt-column")
     solutions = column(rows, args.solution_column, (), "--solution-column")
@@ -230,9 +189,9 @@ def main(args: Args, preset: str) -> None:
         metrics = meter.reduce(accelerator)  # collective
         metrics["optim/learning_rate"] = optimizer.param_groups[0]["lr"]
         if step == args.num_steps and args.eval_dataset:
-            engine = make_engine(args, model, policy, tokenizer, accelerator)
+            engine = make_engine(args, policy, tokenizer, accelerator)
             engine.sync_weights(policy)
-            problems = load_problems(args.eval_dataset, "test", args, tokenizer)
+            problems = load_dataset(args.eval_dataset, "test", args, tokenizer)
             reward = load_reward(args.reward)
             metrics |= evaluate(args, engine, problems[: args.eval_problems], reward, tokenizer)
         run.log(step, metrics, groups, tokenizer)

@@ -1,20 +1,20 @@
 """tiny: the built-in world. A tokenizer, a model shape and problems with a checkable answer.
 
-Every script runs here when it is called without arguments: no network, no GPU, no data set. It is a small
-size of the real path, not a branch beside it: the same tokenizer calls, rollout engines, verifier, losses,
-checkpoints and evaluation as for a 32B model.
+Every script runs here when it is called without arguments: no network, no GPU, no data set. It is a
+small size of the real path, not a branch beside it: the same tokenizer calls, rollout engines,
+verifier, losses, checkpoints and evaluation as for a 32B model.
 
-The task is a running sum modulo 5. A prompt lists 3 to 8 digits, and a response may think one equation at a
-time or answer at once:
+The task is a running sum modulo 5. A prompt lists 3 to 8 digits; a response may think one equation
+at a time, or answer at once:
 
     prompt              3 4 2 0 ?
     thinks              <think> 3+4=2 2+2=4 4+0=4 </think> \\boxed{ 4 } <eos>
     answers at once     <think> </think> \\boxed{ 4 } <eos>
 
-The demonstrations that the base policy learns from answer at once six times in ten (right about one time in
-five) and make a mistake in 12 % of their steps, so the base policy solves under half of the problems, and RL can raise
-accuracy by thinking more often and by making fewer mistakes: longer responses, higher reward.
-A wrong equation is an ordinary word of the vocabulary, so nothing but arithmetic marks a mistake.
+The demonstrations behind the base policy answer at once six times in ten, where a model of this
+size can only guess, and err in 12 % of their steps. So the base policy is right on about a third of
+the problems, and RL can raise that by thinking more often and by erring less: longer responses,
+higher reward. A wrong equation is an ordinary word: nothing but arithmetic marks it.
 """
 
 import fcntl
@@ -58,8 +58,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_config() -> Qwen3Config:
-    """A Qwen3 of about 0.17 M parameters. head_dim is 32 because vLLM's CPU kernel refuses 16, and
-    initializer_range 0.1 (not 0.02) because so small a model learns several times faster from it."""
+    """A Qwen3 of about 0.17 M parameters. head_dim is 32 because vLLM's CPU kernel refuses 16;
+    initializer_range is 0.1, not 0.02, because so small a model then learns much faster."""
     tokenizer = make_tokenizer()
     return Qwen3Config(
         vocab_size=len(tokenizer),
@@ -79,14 +79,13 @@ def make_config() -> Qwen3Config:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a problem belongs to the evaluation split; decided by its text, so splits never overlap."""
+    """Whether a problem is for evaluation only; decided by its text, so splits never overlap."""
     return zlib.crc32(prompt.encode()) % HELD_OUT == 0
 
 
 def problems(split: str, num: int, seed: int) -> list[dict]:
-    """`num` distinct problems of a split ("train" or "test"), each {"prompt", "answer", "solution"}.
-
-    The solution is one demonstration, drawn anew for each problem; only sft.py reads it."""
+    """`num` distinct problems of a split, "train" or "test": {"prompt", "answer", "solution"} rows.
+    The solution is one demonstration; only sft.py reads it."""
     rng = np.random.default_rng([seed, split == "test"])
     rows: dict[str, dict] = {}
     while len(rows) < num:
@@ -104,7 +103,7 @@ def problems(split: str, num: int, seed: int) -> list[dict]:
 
 
 def demonstration(digits: list[int], rng: np.random.Generator) -> str:
-    """A response to imitate: at once with probability DIRECT_FRACTION, else a chain of sums with mistakes."""
+    """A response to imitate: an answer at once (DIRECT_FRACTION), or a chain of sums with errors."""
     if rng.random() < DIRECT_FRACTION:
         return f"<think> </think> \\boxed{{ {sum(digits) % MODULUS} }}"
     total, steps = digits[0], []
@@ -118,9 +117,8 @@ def demonstration(digits: list[int], rng: np.random.Generator) -> str:
 
 
 def reward(prompts: list[str], responses: list[str], golds: list[str]) -> list[float]:
-    """The verifier's verdict, and nothing may follow the box.
-
-    Without this rule a policy can learn to append junk after a right answer, and no curve would show it."""
+    """The verifier's verdict, where nothing follows the one box. Without this rule a policy can
+    learn to append junk after a right answer, and no curve would show it."""
     verdicts = grade(responses, golds)
     return [
         v * r.rstrip().endswith("}") * (r.count("}") == 1)
