@@ -58,7 +58,7 @@ def read_metrics(folder: Path) -> list[dict]:
 
 
 def curves(folders: list[Path], path: Path) -> Path:
-    """Draw each panel that the runs have numbers for: a colour for a run, a line style for a key."""
+    """Draw the panels that runs have numbers for: a colour for a run, a line style for a key."""
     runs = {Path(folder).name: read_metrics(folder) for folder in folders}
     logged = {key for lines in runs.values() for line in lines for key in line}
     panels = [(title, label, [k for k in keys if k in logged]) for title, label, keys in PANELS]

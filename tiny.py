@@ -103,7 +103,7 @@ def problems(split: str, num: int, seed: int) -> list[dict]:
 
 
 def demonstration(digits: list[int], rng: np.random.Generator) -> str:
-    """A response to imitate: an answer at once (DIRECT_FRACTION), or a chain of sums with errors."""
+    """A response to imitate: an answer at once (DIRECT_FRACTION), or a chain with errors."""
     if rng.random() < DIRECT_FRACTION:
         return f"<think> </think> \\boxed{{ {sum(digits) % MODULUS} }}"
     total, steps = digits[0], []

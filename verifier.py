@@ -250,8 +250,10 @@ def _strip_text(cleaned):
 def _as_text(cleaned):
     """For comparison as text: no wrappers, no spaces, no case but that of a single letter."""
     text = re.sub(r"(?<=[0-9])\s+(?=[0-9])", "_", _strip_text(cleaned))  # "1 2" is not "12"
-    prose = re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text)
-    letters = r"\\[A-Za-z]+|[^\W\d_]+" if prose else r"\\[A-Za-z]+|[^\W\d_]{2,}"
+    if re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text):  # words: even a letter among them has none
+        letters = r"\\[A-Za-z]+|[^\W\d_]+"
+    else:  # 4 PM is 4 pm, but A/B, AB+1 and A are mathematics
+        letters = r"\\[A-Za-z]+|[^\W\d_]{2,}" if not re.search(r"[\\^_+*/=]", text) else r"$^"
     text = re.sub(letters, lambda m: m[0] if m[0][0] == "\\" else m[0].lower(), text)
     return re.sub(r"\s+", "", text)
 
@@ -295,7 +297,8 @@ _UNIT = re.compile(
 )
 _NO_UNIT = {"or", "and", "was", "is", "are", "were", "not", "no", "but", "if"}
 _NAME = r"[A-Za-z](?:_\{?[A-Za-z0-9]+\}?)?'?"
-_FUNCTION_OF = re.compile(rf"({_NAME})\s*\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)")
+_ARGUMENT = rf"(?:{_NAME}|-?[0-9]+)"
+_FUNCTION_OF = re.compile(rf"({_NAME})\s*\(\s*{_ARGUMENT}(?:\s*,\s*{_ARGUMENT})*\s*\)")
 _BASE = re.compile(
     r"\(?(?=[A-Fa-f]*[0-9])([0-9A-Fa-f]+)\)?\s*_\s*(?:([0-9])|\{\s*\(?\s*([0-9]+)\s*\)?\s*\})"
 )
