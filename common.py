@@ -134,7 +134,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def pass_at_k_plugin(num_samples: int, num_correct: int, k: int) -> float:
-    """RFPO's plug-in estimate 1 - (1 - c/n)^k; defined for every k and biased downward."""
+    """The plug-in estimate 1 - (1 - c/n)^k; defined for every k, and biased downward."""
     return 1.0 - (1.0 - num_correct / num_samples) ** k
 
 
@@ -337,6 +337,8 @@ def load_rows(dataset: str, split: str) -> tuple[list[dict], KnownDataset]:
         return tiny.problems(split, 20_000 if split == "train" else 1_000, seed=0), known
     import datasets  # two seconds, which the tiny world does without
 
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is raised below
     kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
     path = Path(dataset).expanduser()
     is_file = path.exists() or path.suffix in kinds

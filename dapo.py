@@ -128,12 +128,12 @@ def check(args: Args) -> None:
     check_args(args)
     batch, minibatch = args.prompts_per_step * args.group_size, args.minibatch_size
     require(
-        batch % minibatch == 0,
-        f"--minibatch-size {minibatch} does not divide prompts_per_step x group_size = {batch}",
-    )
-    require(
         args.group_size > 1 or not args.dynamic_sampling,
         "--group-size 1 never has mixed outcomes; use 2 or more, or --no-dynamic-sampling",
+    )
+    require(
+        batch % minibatch == 0,
+        f"--minibatch-size {minibatch} does not divide prompts_per_step x group_size = {batch}",
     )
     require(
         0 <= args.overlong_buffer <= args.max_response_tokens,
@@ -242,7 +242,7 @@ def policy_loss(
         "policy/clip_low_frac": (active & (ratio < 1)).sum(),
         "policy/dual_clip_frac": dual_clipped.sum(),
     }
-    return loss.sum() / num_tokens, stats
+    return loss.sum() / max(num_tokens, 1), stats
 
 
 # ==================================================================================================

@@ -127,13 +127,9 @@ class Args:
     gen_prompts: int = 48  # prompts per sampling round (RELEASE: 4x prompts_per_step)
     max_gen_batches: int = 10  # sampling rounds per step at most (RELEASE: 10)
     kl_coef: float = 0.0  # weight of a k3 KL penalty against the starting policy (beta)
-    future_kl_half_life: float | None = (
-        32.0  # tau, tokens [FIPO Eq. 6]; none: no decay [FIPO Eq. 4]
-    )
+    future_kl_half_life: float | None = 32.0  # tau, tokens [FIPO Eq. 6]; none: no decay [Eq. 4]
     influence_low: float = 0.8  # lower end of f, 1 - eps_f_low [FIPO Eq. 7]
-    influence_high: float | None = (
-        1.2  # upper end, 1 + eps_f_high; none: min(exp(FKL), 10) (RELEASE)
-    )
+    influence_high: float | None = 1.2  # 1 + eps_f_high; none: min(exp(FKL), 10) (RELEASE)
     safety_threshold: float | None = None  # ratio above which f = 1 at A < 0; none: dual_clip
     filter_extremes: bool = True  # keep ratios above dual_clip out of Future-KL [FIPO Eq. 5]
     drop_dual_clipped_responses: bool = False  # drop those with more than one such token (RELEASE)
@@ -145,12 +141,12 @@ def check(args: Args) -> None:
     check_args(args)
     batch, minibatch = args.prompts_per_step * args.group_size, args.minibatch_size
     require(
-        batch % minibatch == 0,
-        f"--minibatch-size {minibatch} does not divide prompts_per_step x group_size = {batch}",
-    )
-    require(
         args.group_size > 1 or not args.dynamic_sampling,
         "--group-size 1 never has mixed outcomes; use 2 or more, or --no-dynamic-sampling",
+    )
+    require(
+        batch % minibatch == 0,
+        f"--minibatch-size {minibatch} does not divide prompts_per_step x group_size = {batch}",
     )
     require(
         0 <= args.overlong_buffer <= args.max_response_tokens,
@@ -250,17 +246,17 @@ def future_kl(log_ratio, mask, half_life, dual_clip):
     kept = mask.bool()
     if dual_clip is not None:
         kept = kept & ~(log_ratio.exp() > dual_clip)  # M [FIPO Eq. 5]; a NaN stays, and is seen
-    shift = torch.where(kept, log_ratio.float(), 0.0)
+    shift = torch.where(kept, log_ratio.double(), 0.0)  # fp64: without decay, sums grow and cancel
     gamma = 1.0 if half_life is None else 2 ** (-1 / half_life)
-    index = torch.arange(128, device=shift.device)
+    index = torch.arange(128, device=shift.device, dtype=shift.dtype)
     decay = (gamma ** (index[:, None] - index).clamp(min=0)).tril()  # [k, t] gamma^(k-t), k >= t
     blocks, carry = [], 0.0
     for block in reversed(shift.split(128, dim=1)):
         width = block.shape[1]
-        to_the_right = carry * gamma ** (width - index[:width])
-        blocks.append(block @ decay[:width, :width] + to_the_right)  # [B, width]
+        beyond = carry * gamma ** (width - index[:width])  # of the blocks to the right
+        blocks.append(block @ decay[:width, :width] + beyond)  # [B, width]
         carry = blocks[-1][:, :1]
-    return torch.cat(blocks[::-1], dim=1)
+    return torch.cat(blocks[::-1], dim=1).float()
 
 
 def influence_weights(
@@ -326,7 +322,7 @@ def policy_loss(
         "fipo/clip_high_frac": (mask & (fkl.exp() > (influence_high or 10.0))).sum(),
         "fipo/filtered_frac": (mask & (ratio > (dual_clip or torch.inf))).sum(),
     }
-    return loss.sum() / num_tokens, stats
+    return loss.sum() / max(num_tokens, 1), stats
 
 
 # ==================================================================================================

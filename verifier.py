@@ -252,8 +252,9 @@ def _as_text(cleaned):
     text = re.sub(r"(?<=[0-9])\s+(?=[0-9])", "_", _strip_text(cleaned))  # "1 2" is not "12"
     if re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text):  # words: even a letter among them has none
         letters = r"\\[A-Za-z]+|[^\W\d_]+"
-    else:  # 4 PM is 4 pm, but A/B, AB+1 and A are mathematics
-        letters = r"\\[A-Za-z]+|[^\W\d_]{2,}" if not re.search(r"[\\^_+*/=]", text) else r"$^"
+    else:  # 4 PM is 4 pm, but A, 2AB and A/B are mathematics
+        mathematics = re.search(r"[\\^_+*/=]|^[0-9.]+[A-Za-z]", text)
+        letters = r"$^" if mathematics else r"[^\W\d_]{2,}"
     text = re.sub(letters, lambda m: m[0] if m[0][0] == "\\" else m[0].lower(), text)
     return re.sub(r"\s+", "", text)
 
@@ -987,9 +988,10 @@ def _substitute(tree, point):
 # 5 Judge a row
 
 _DECIMAL = re.compile(r"[-+]?[0-9]{1,1000}(?:\.[0-9]{1,1000})?")
-# What only math-verify's parser reads, in a worker; not with big numbers or towers of powers.
+# What only math-verify's parser reads, in a worker: not with big numbers or towers of powers, nor
+# with signs that it drops (it takes x' for x and 4_2 for 4).
 _FOREIGN = re.compile(r"\\(?:int|lim|sum|prod|lfloor|lceil|gcd|max|min)(?![A-Za-z])")
-_FOREIGN_COST = re.compile(r"[0-9]{6}|\^\s*(?:\{[^{}]*\^|\w\s*\^)|!|binom")
+_NOT_FOREIGN = re.compile(r"[0-9]{6}|\^\s*(?:\{[^{}]*\^|\w\s*\^)|!|binom|[':]|[0-9]\s*_")
 _NEVER_RIGHT = {"", "none", "null", "nan", "[invalid]"}
 _CHOICE = re.compile(
     r"(?:(?:option|choice|answer)\s*)?(?:\(\s*([a-z])\s*\)|([a-z])\s*(?:[:.)]|$))(.*)"
@@ -1042,7 +1044,7 @@ def _equivalent(answer, gold, multiple_choice, prove):
     except _Unreadable:
         pass
     if any(_FOREIGN.search(side) for side in (answer, gold)) and not any(
-        len(side) > 200 or _FOREIGN_COST.search(side) for side in (answer, gold)
+        len(side) > 200 or _NOT_FOREIGN.search(side) for side in (answer, gold)
     ):
         return prove(_foreign_tree(answer), _foreign_tree(gold))
     return False
@@ -1132,24 +1134,21 @@ def _to_sympy(tree):
 
 
 def _foreign(latex):
-    """By math-verify's parser, which by itself is content with the start of a text."""
-    from latex2sympy2_extended import latex2sympy2
+    """By math-verify's parser."""
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
-    config = latex2sympy2.ConversionConfig(lowercase_symbols=False)
+    config = ConversionConfig(lowercase_symbols=False)
     try:
-        parser = latex2sympy2._Latex2Sympy(config=config).create_parser(latex)
-        parser.math()
-        if parser.getTokenStream().LA(1) != -1:
-            raise _Unreadable("left over")
-        tree = latex2sympy2.latex2sympy(latex, is_real=True, conversion_config=config)
+        expression = latex2sympy(latex, is_real=True, conversion_config=config)
     except Exception as error:
         raise _Unreadable("no LaTeX") from error
-    return tree.doit()
+    return expression.doit()
 
 
 def _serve():
     """The server: reads a batch, writes [number, verdict or null] per job, until stdin ends."""
-    import sympy  # noqa: F401  (loaded once, here: children are forked with it)
+    import latex2sympy2_extended  # noqa: F401  (loaded once, here: children are forked with it)
+    import sympy  # noqa: F401
 
     out, parent, idle, busy = os.dup(1), os.getppid(), [], {}
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing but verdicts goes to the parent

@@ -1,0 +1,118 @@
+"""Wrong use ends at start with one clear line on stderr, exit code 2 and no traceback."""
+
+import json
+import runpy
+import sys
+
+import pytest
+from conftest import ROOT
+
+
+def call(capsys, monkeypatch, script: str, *argv: str) -> str:
+    """Run a script in this process up to its error; returns the line on stderr."""
+    monkeypatch.setattr(sys, "argv", [str(ROOT / script), *argv])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert stopped.value.code == 2
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    line = text.strip()
+    assert line.startswith(f"{script}: error: ") and "\n" not in line
+    return line
+
+
+CASES = {
+    "unknown preset": (["qwen-99b"], ["'qwen-99b'", "tiny", "qwen2.5-7b-math", "qwen2.5-32b"]),
+    "unknown flag": (
+        ["--learning-rat", "1"],
+        ["--learning-rat", "--learning-rate", "--group-size"],
+    ),
+    "sizes that do not divide": (["--minibatch-size", "100"], ["100", "512"]),
+    "group of one": (["--group-size", "1"], ["--group-size 1", "--no-dynamic-sampling"]),
+    "temperature 0": (["--temperature", "0"], ["--temperature 0", "above 0"]),
+    "one update per batch": (["--minibatch-size", "512"], ["512", "256", "f = 1"]),
+    "limit over the model": (
+        ["--max-response-tokens", "300"],
+        ["300", "16", "316", "256", "--max-context"],
+    ),
+    "microbatch too small": (["--tokens-per-microbatch", "8"], ["8", "40"]),
+    "no steps": (["--num-steps", "0"], ["--num-steps 0"]),
+    "missing file": (["--dataset", "nowhere.jsonl"], ["nowhere.jsonl", "not found"]),
+    "unknown engine": (["--rollout-engine", "sglang"], ["'sglang'", "hf", "vllm"]),
+    "no such model": (["--model", "./nowhere"], ["./nowhere", "no such folder"]),
+    "tensor parallel alone": (["--tensor-parallel", "2"], ["2", "1 processes"]),
+    "overlong buffer": (["--overlong-buffer", "99"], ["99", "24"]),
+    "influence interval": (["--influence-low", "1.5"], ["1.5", "1.2"]),
+    "no such reward": (["--reward", "mine.py:f"], ["mine.py:f", "no such file"]),
+    "template": (["--prompt-template", "solve it"], ["solve it", "{problem}"]),
+    "all prompts too long": (
+        ["--max-prompt-tokens", "2"],
+        ["--max-prompt-tokens is 2", "longest has 9"],
+    ),
+    "top-p": (["--eval-top-p", "0"], ["--eval-top-p 0"]),
+    "wrong type": (["--group-size", "many"], []),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "wrong type"])
+def test_wrong_use_is_named(name, capsys, monkeypatch, base_policy, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    argv, words = CASES[name]
+    line = call(capsys, monkeypatch, "fipo.py", *argv)
+    for word in words:
+        assert word in line, line
+    assert not (tmp_path / "runs").exists()  # nothing was started
+
+
+def test_a_value_of_the_wrong_type_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "fipo.py"), *CASES["wrong type"][0]])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "fipo.py"), run_name="__main__")
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert "--group-size" in captured.err + captured.out and "Traceback" not in captured.err
+
+
+def test_a_missing_column_lists_those_present(capsys, monkeypatch, base_policy, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"problem_text": "1 2 ?", "result": "3"}) + "\n")
+    line = call(capsys, monkeypatch, "dapo.py", "--dataset", str(path))
+    assert "problem_text, result" in line and "--prompt-column" in line
+    flags = ["--dataset", str(path), "--prompt-column", "problem_text", "--answer-column", "gold"]
+    line = call(capsys, monkeypatch, "dapo.py", *flags)
+    assert "'gold'" in line and "problem_text, result" in line
+
+
+def test_an_empty_data_set(capsys, monkeypatch, base_policy, tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("")
+    assert "is empty" in call(capsys, monkeypatch, "dapo.py", "--dataset", str(path))
+
+
+def test_a_file_that_is_no_data(capsys, monkeypatch, base_policy, tmp_path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text("this is not json\n")
+    line = call(capsys, monkeypatch, "dapo.py", "--dataset", str(path))
+    assert str(path) in line and "did not load" in line
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,2\n")
+    line = call(capsys, monkeypatch, "dapo.py", "--dataset", str(path))
+    assert ".jsonl" in line and ".parquet" in line
+
+
+def test_help_explains_every_flag(capsys, monkeypatch):
+    import dataclasses
+
+    for script in ("sft.py", "dapo.py", "fipo.py"):
+        monkeypatch.setattr(sys, "argv", [str(ROOT / script), "--help"])
+        with pytest.raises(SystemExit) as stopped:
+            scope = runpy.run_path(str(ROOT / script), run_name="__main__")
+        assert stopped.value.code == 0
+        text = capsys.readouterr().out
+        scope = runpy.run_path(str(ROOT / script))
+        assert all(preset in text for preset in scope["PRESETS"])
+        source = (ROOT / script).read_text()
+        for field in dataclasses.fields(scope["Args"]):
+            assert f"--{field.name.replace('_', '-')}" in text
+            line = next(x for x in source.splitlines() if x.startswith(f"    {field.name}: "))
+            assert "  # " in line, f"{script}: {field.name} has no help text"
