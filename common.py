@@ -11,13 +11,16 @@ Dimensions (the only letters used for shapes in this repository):
 After the rollout every per-token tensor is [B, T]: response tokens only, EOS inside the mask.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import io
 import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -26,7 +29,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +43,6 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -53,7 +54,8 @@ from transformers import (
 
 import tiny
 import verifier
-from engines import Engine, HFEngine, Response, Sampling, VLLMEngine, full_weights, row_seed
+from engines import Engine, HFEngine, Response, Sampling, VLLMEngine, row_seed
+from models import Policy, full_weights
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -208,14 +210,21 @@ def launch(main: Callable, args_type: type, presets: dict, doc: str) -> None:
                 f"unknown flag {word!r}; {script} has: {' '.join(flags)}",
             )
         summary = doc.strip().splitlines()[0]
-        args = tyro.cli(
-            args_type,
-            default=presets[preset],
-            args=argv,
-            prog=f"{script} {preset}",
-            description=f"{summary}\n\nusage: {script} [preset] [--flag value ...]\n"
-            f"presets: {', '.join(presets)}. The defaults below are those of {preset}.",
-        )
+        box = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(box):
+                args = tyro.cli(
+                    args_type,
+                    default=presets[preset],
+                    args=argv,
+                    prog=f"{script} {preset}",
+                    description=f"{summary}\n\nusage: {script} [preset] [--flag value ...]\n"
+                    f"presets: {', '.join(presets)}. The defaults below are those of {preset}.",
+                )
+        except SystemExit as stop:
+            if stop.code in (0, None):  # --help
+                raise
+            raise UsageError(" ".join(re.sub("[─│╭╮╰╯]", " ", box.getvalue()).split())) from None
         main(args, preset)
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":
@@ -226,7 +235,8 @@ def launch(main: Callable, args_type: type, presets: dict, doc: str) -> None:
 def check_args(args) -> None:
     """Refuse settings that no RL script can run with."""
     counts = "num_steps prompts_per_step group_size max_response_tokens minibatch_size num_epochs"
-    for name in [*counts.split(), "eval_every", "save_every", "eval_problems", "eval_samples"]:
+    counts += " eval_every save_every keep_last eval_problems eval_samples tensor_parallel"
+    for name in counts.split():
         value = vars(args)[name]
         require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
     require(args.temperature > 0, f"--temperature {args.temperature} must be above 0 in training")
@@ -236,6 +246,11 @@ def check_args(args) -> None:
         args.tokens_per_microbatch >= longest,
         f"--tokens-per-microbatch {args.tokens_per_microbatch} is below the longest sequence, "
         f"max_prompt_tokens + max_response_tokens = {longest}; raise it",
+    )
+    require(
+        "RANK" in os.environ or not (args.activation_checkpointing or args.cpu_offload),
+        "--activation-checkpointing and --cpu-offload need FSDP: start the script with torchrun "
+        "--nproc_per_node N, or switch both off",
     )
     kinds, world = ("auto", "hf", "vllm"), int(os.environ.get("WORLD_SIZE", 1))
     require(
@@ -252,7 +267,7 @@ def make_accelerator(args) -> Accelerator:
     """FSDP2 under torchrun (fp32 master weights, bf16 compute on a GPU, fp32 reduction); plain in
     one process. On a CPU Accelerate drops the FSDP plugin silently; the assignments at the end
     make it take the same path as on GPUs."""
-    cuda, sharded = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1)) > 1
+    cuda, sharded = torch.cuda.is_available(), "RANK" in os.environ  # set by torchrun
     if cuda and args.cpu_offload:
         os.environ["FSDP_OFFLOAD_PARAMS"] = "true"  # Accelerate then sets up gloo beside nccl
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -303,7 +318,7 @@ class KnownDataset:
     """Where a data set that we know by name lives, and what its columns are called."""
 
     path: str
-    split: str
+    splits: tuple[str, str]  # for training and for evaluation
     prompt: str | None
     answer: str | None
     config: str | None = None
@@ -314,11 +329,15 @@ BOXED = "{problem}\nPlease reason step by step, and put your final answer within
 KNOWN_DATASETS = {
     # DAPO's prompts are message lists that carry their instruction; nothing is added.
     "dapo-math-17k": KnownDataset(
-        "BytedTsinghua-SIA/DAPO-Math-17k", "train", "prompt", "reward_model.ground_truth"
+        "BytedTsinghua-SIA/DAPO-Math-17k", ("train",) * 2, "prompt", "reward_model.ground_truth"
     ),
-    "gsm8k": KnownDataset("openai/gsm8k", "train", "question", "answer", "main", BOXED),
-    "math500": KnownDataset("HuggingFaceH4/MATH-500", "test", "problem", "answer", None, BOXED),
-    "aime24": KnownDataset("HuggingFaceH4/aime_2024", "train", "problem", "answer", None, BOXED),
+    "gsm8k": KnownDataset("openai/gsm8k", ("train", "test"), "question", "answer", "main", BOXED),
+    "math500": KnownDataset(
+        "HuggingFaceH4/MATH-500", ("test",) * 2, "problem", "answer", None, BOXED
+    ),
+    "aime24": KnownDataset(
+        "HuggingFaceH4/aime_2024", ("train",) * 2, "problem", "answer", None, BOXED
+    ),
 }
 PROMPT_COLUMNS = ("prompt", "problem", "question", "Problem", "Question")
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "Answer")
@@ -329,7 +348,7 @@ def load_rows(dataset: str, split: str) -> tuple[list[dict], KnownDataset]:
 
     `dataset` is "tiny", a known name, a jsonl/json/parquet/arrow file, or a hub id. Raises
     UsageError for a file that is missing or unreadable and for a hub id that does not load."""
-    known = KNOWN_DATASETS.get(dataset, KnownDataset(dataset, split, None, None))
+    known = KNOWN_DATASETS.get(dataset, KnownDataset(dataset, ("train", "test"), None, None))
     if dataset == "tiny":
         return tiny.problems(split, 20_000 if split == "train" else 1_000, seed=0), known
     import datasets  # two seconds, which the tiny world does without
@@ -347,7 +366,9 @@ def load_rows(dataset: str, split: str) -> tuple[list[dict], KnownDataset]:
         if is_file:
             table = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train")
         else:
-            table = datasets.load_dataset(known.path, known.config, split=known.split)
+            table = datasets.load_dataset(
+                known.path, known.config, split=known.splits[split == "test"]
+            )
     except (
         Exception
     ) as error:  # reading fails in many ways; each ends the run here, with its reason
@@ -424,7 +445,8 @@ def load_dataset(dataset: str, split: str, args, tokenizer) -> list[Problem]:
     unique: dict[str, tuple] = {}
     for prompt, gold in zip(prompts, map(gold_text, golds), strict=True):
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-        if unique.setdefault(text.strip(), (prompt, gold))[1] != gold:
+        first = unique.setdefault(text.strip(), (prompt, gold))[1]
+        if first != gold and PartialState().is_main_process:
             print(f"warning: two golds for one prompt, the first is kept: {text[:80]!r}")
     judged = [(prompt, gold) for prompt, gold in unique.values() if gold]
     rendered = [(*render_prompt(prompt, template, tokenizer), gold) for prompt, gold in judged]
@@ -476,76 +498,8 @@ def load_reward(name: str) -> Callable[[list[str], list[str], list[str]], list[f
 
 
 # ==================================================================================================
-# 4 Models
+# 4 Models (the policy module is in models.py)
 # ==================================================================================================
-
-
-def _logprob_chunk(hidden, weight, bias, targets, temperature):
-    logits = F.linear(hidden, weight, bias).float() / temperature  # [chunk, V], nothing is wider
-    normalizer = logits.logsumexp(-1)
-    with torch.no_grad():
-        entropy = normalizer - (logits.softmax(-1) * logits).sum(-1)
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer, entropy
-
-
-def token_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of targets [N], and entropies (nats, no grad), under
-    softmax((hidden @ weight^T + bias) / temperature); hidden [N, D], weight [V, D]; two fp32 [N].
-
-    Logits exist for one chunk of positions at a time. The backward pass computes each chunk anew,
-    so memory does not grow with N * V."""
-    floats = 2**26 if hidden.is_cuda else 2**24  # of one chunk: 256 MB on a GPU, 64 MB elsewhere
-    chunk = max(1, floats // len(weight))
-    parts = [
-        checkpoint(
-            _logprob_chunk,
-            *(hidden[i : i + chunk], weight, bias, targets[i : i + chunk], temperature),
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for i in range(0, len(hidden), chunk)
-    ]
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
-
-
-class Policy(nn.Module):
-    """A causal language model whose forward returns log-probabilities of responses: inside the
-    module, so that FSDP's hooks run, and without ever materialising full logits."""
-
-    def __init__(self, lm: nn.Module):
-        super().__init__()
-        self.lm = lm.eval()  # no dropout: old and new log-probabilities differ by weights alone
-        self._no_split_modules = lm._no_split_modules  # the blocks that Accelerate shards
-
-    def tie_weights(self, **kwargs):
-        self.lm.tie_weights(**kwargs)
-
-    def forward(
-        self,
-        ids: Tensor,
-        prompt_lengths: Tensor,
-        response_lengths: Tensor,
-        width: int,
-        temperature: float,
-    ) -> tuple[Tensor, Tensor]:
-        """logprobs and entropy (no grad), fp32 [b, width], 0 beyond each response.
-
-        ids [b, S] hold each prompt followed directly by its response, right-padded, so that causal
-        attention needs no mask. Token t of a response stands at prompt_length + t and is predicted
-        from the position before it."""
-        hidden = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        mask = torch.arange(width, device=ids.device) < response_lengths[:, None]  # [b, width]
-        row, t = mask.nonzero(as_tuple=True)
-        source = prompt_lengths[row] + t - 1
-        head = self.lm.get_output_embeddings()
-        flat = token_logprobs(
-            hidden[row, source], head.weight, head.bias, ids[row, source + 1], temperature
-        )
-        empty = torch.zeros(mask.shape, device=ids.device)
-        return empty.masked_scatter(mask, flat[0]), empty.masked_scatter(mask, flat[1])
 
 
 def resolve_model(name: str) -> str:
@@ -618,8 +572,9 @@ def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Let go of parameters that a forward without gradient left gathered. FSDP2 would keep the
-    root's (embedding, head, norm) stale through the next optimizer step. No-op without sharding."""
+    """Let go of parameters that a forward without gradient left gathered: the root's (embedding,
+    head, norm). FSDP2 would use them, stale, after an optimizer step that no backward precedes.
+    Does nothing without sharding."""
     if hasattr(module, "reshard"):
         module.reshard()
 
@@ -714,13 +669,14 @@ def gather_groups(groups: list[Group], engine: Engine) -> list[Group]:
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
-    """Accuracy and lengths of gathered groups; every rank computes the same numbers."""
+    """Accuracy and lengths of gathered groups, the same on every rank. A collective, for the
+    errors of all verifiers since start are added up."""
     responses = [response for group in groups for response in group.responses]
     lengths = np.array([len(response.token_ids) for response in responses])
     low, median, high = np.quantile(lengths, [0.25, 0.5, 0.75])
     return {
         "reward/accuracy": float(np.mean([c for group in groups for c in group.correct])),
-        "reward/verifier_errors": verifier.error_count(),
+        "reward/verifier_errors": sum(gather_object([verifier.error_count()])),
         "rollout/response_tokens_min": int(lengths.min()),
         "rollout/response_tokens_q25": float(low),
         "rollout/response_tokens_mean": float(lengths.mean()),
@@ -738,7 +694,7 @@ def evaluate(args, engine: Engine, problems: list[Problem], reward, tokenizer) -
     drawn = list(enumerate(problems))
     groups = sample(engine, drawn, args.eval_samples, sampling, args.seed, 1)
     groups = gather_groups(judge(groups, reward, tokenizer), engine)
-    k, num_correct = args.eval_samples, [round(sum(group.correct)) for group in groups]
+    k, num_correct = args.eval_samples, [sum(c > 0.5 for c in g.correct) for g in groups]
     votes = []
     for group in groups:
         texts = tokenizer.batch_decode(
@@ -748,7 +704,7 @@ def evaluate(args, engine: Engine, problems: list[Problem], reward, tokenizer) -
         votes.append(vote is not None and verifier.verify(f"\\boxed{{{vote}}}", group.problem.gold))
     responses = [response for group in groups for response in group.responses]
     return {
-        "eval/avg_at_k": float(np.mean(num_correct) / k),
+        "eval/avg_at_k": float(np.mean([group.correct for group in groups])),
         "eval/maj_at_k": float(np.mean(votes)),
         "eval/pass_at_k": float(np.mean([pass_at_k(k, c, k) for c in num_correct])),
         "eval/response_tokens_mean": float(np.mean([len(r.token_ids) for r in responses])),
@@ -864,7 +820,8 @@ def count_bad_steps(bad_steps: int, grad_norm: Tensor, args) -> int:
     args.max_bad_steps the run ends, with the cause."""
     if torch.isfinite(grad_norm):
         return 0
-    tqdm.write(f"warning: update skipped, its gradient norm is {float(grad_norm)}")
+    if PartialState().is_main_process:
+        tqdm.write(f"warning: update skipped, its gradient norm is {float(grad_norm)}")
     if bad_steps + 1 >= args.max_bad_steps:
         raise RuntimeError(f"{bad_steps + 1} updates in a row (--max-bad-steps) were not finite")
     return bad_steps + 1
@@ -970,7 +927,7 @@ class Run:
             self.tracker_works = False
             tqdm.write(f"warning: the tracker is off: {type(error).__name__}: {error}")
 
-    @contextmanager
+    @contextlib.contextmanager
     def timer(self, name: str):
         """Add the seconds of a `with` block to this step's time/<name>_s."""
         start = time.perf_counter()
@@ -993,7 +950,7 @@ class Run:
                 break
         self.bar.close()
 
-    def inner(self, name: str, items: list) -> Iterator:
+    def timed(self, name: str, items: list) -> Iterator:
         """The items, with a progress bar where they take more than a few seconds; their time is
         added to this step's time/<name>_s."""
         with self.timer(name):
@@ -1021,7 +978,7 @@ class Run:
             past = self.past[name]
             if len(past) >= 10 and metrics[name] > 5 * abs(float(np.median(past))):
                 jumped.append(name)
-            past.append(metrics[name])
+            past += [metrics[name]] if math.isfinite(metrics[name]) else []
         if len(jumped) >= 3 and not self.warned_of_collapse:
             self.warned_of_collapse = True
             self.warn(f"this looks like a collapse; {', '.join(jumped)} are 5x their median")
@@ -1041,10 +998,10 @@ class Run:
         metrics |= {**self.timings, "time/step_s": seconds, "memory/peak_gb": peak_memory_gb()}
         metrics["time/tokens_per_s"] = new_tokens / seconds
         self.timings.clear()
-        gap, past = metrics.get("rollout/logprob_gap_mean", 0.0), self.past["gap"]
+        gap, past = metrics.get("rollout/logprob_gap_mean", math.nan), self.past["gap"]
         if len(past) >= 5 and gap > max(1e-3, 5 * float(np.median(past))):
             self.warn(f"step {step}: engine and trainer differ by {gap:.2g} a token, and it grows")
-        past.append(gap)
+        past += [gap] if math.isfinite(gap) else []
         if not self.is_main:
             return
         samples = [
@@ -1068,6 +1025,13 @@ class Run:
         shown = {n.split("/")[1]: f"{metrics[n]:.3g}" for n in names.split() if n in metrics}
         if self.bar is not None:
             self.bar.set_postfix(shown, refresh=False)
+
+    def save_if_due(self, step: int, policy: nn.Module, optimizer, **state) -> None:
+        """Save every save_every steps, at the last one, and where a signal asks to stop. A
+        collective."""
+        due = step % self.args.save_every == 0 or step == self.args.num_steps
+        if self.should_stop() or due:
+            self.save(step, policy, optimizer, **state)
 
     # A checkpoint is written to a temporary folder, marked complete last, and renamed.
 
@@ -1157,4 +1121,5 @@ def peak_memory_gb() -> float:
     """Peak memory of this process: on the GPU, or resident where there is none."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux

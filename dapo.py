@@ -23,6 +23,7 @@ per prompt. test_dapo.py::test_token_mean_over_the_minibatch pins it.
 """
 
 from dataclasses import dataclass, replace
+from inspect import signature
 
 import torch
 
@@ -113,7 +114,7 @@ class Args:
     # Algorithm
     clip_eps_low: float = 0.2  # the ratio is clipped at 1 - this
     clip_eps_high: float = 0.28  # the ratio is clipped at 1 + this: clip-higher [DAPO §3.1]
-    dual_clip: float | None = 10.0  # bound c on the ratio where A < 0; none: no bound
+    dual_clip: float | None = 10.0  # bound c on the ratio where A < 0; None: no bound
     overlong_buffer: int = 8  # last tokens before the limit, where a penalty grows [DAPO §3.4]
     overlong_penalty: float = 1.0  # the penalty at the limit
     wrong_reward: float = 0.0  # reward of a wrong response (RELEASE: -1)
@@ -136,13 +137,21 @@ def check(args: Args) -> None:
         f"--minibatch-size {minibatch} does not divide prompts_per_step x group_size = {batch}",
     )
     require(
+        args.gen_prompts >= 1 and args.max_gen_batches >= 1,
+        f"--gen-prompts {args.gen_prompts} or --max-gen-batches {args.max_gen_batches} is below 1",
+    )
+    require(
+        args.dual_clip is None or args.dual_clip > 1,
+        f"--dual-clip {args.dual_clip} must be above 1, or None",
+    )
+    require(
         0 <= args.overlong_buffer <= args.max_response_tokens,
         f"--overlong-buffer {args.overlong_buffer} must lie between 0 and --max-response-tokens, "
         f"{args.max_response_tokens}",
     )
 
 
-# What the 7B and 32B recipes share [FIPO Tables 2 and 3]; the number of steps is our choice.
+# What the 7B and 32B recipes share [FIPO Tables 2 and 3]; what the tables leave open is our choice.
 PAPER = Args(
     num_steps=500,
     eval_every=10,
@@ -262,7 +271,8 @@ def main(args: Args, preset: str) -> None:
     engine = make_engine(args, policy, tokenizer, accelerator)
     sampling = Sampling(args.max_response_tokens, args.temperature)
     shaping = args.max_response_tokens, args.overlong_buffer, args.overlong_penalty
-    loss_settings = args.clip_eps_low, args.clip_eps_high, args.dual_clip
+    # Each parameter of policy_loss after num_tokens has the name of its flag.
+    settings = {k: v for k, v in vars(args).items() if k in signature(policy_loss).parameters}
     run = Run("dapo", preset, args, accelerator)
     state = run.resume(policy, optimizer)  # empty without --resume
     cursor, bad_steps = state.get("cursor", 0), state.get("bad_steps", 0)
@@ -290,13 +300,14 @@ def main(args: Args, preset: str) -> None:
             if args.dynamic_sampling:  # by correctness, not by shaped reward [DAPO §3.2]
                 sampled = [g for g in sampled if min(g.correct) < max(g.correct)]
             groups += sampled
-        engine.sleep()  # vLLM leaves the GPU's memory to the update
         kept_frac = len(groups) * args.group_size / len(verdicts)
         groups = groups[: args.prompts_per_step]  # a surplus would be off-policy by the next step
         run.warn_if_short(step, len(groups), gen_batches, verdicts)
         if not groups:  # on all ranks alike: nothing to learn from
             run.log(step, {"train/skipped_steps": 1}, [], tokenizer)
+            run.save_if_due(step, policy, optimizer, cursor=cursor, bad_steps=bad_steps)
             continue
+        engine.sleep()  # vLLM leaves the GPU's memory to the update
 
         # 3 Advantage: one number per response, shared by its tokens
         correct = torch.tensor([c for g in groups for c in g.correct])  # [B]
@@ -305,17 +316,18 @@ def main(args: Args, preset: str) -> None:
         all_advantages = group_advantages(rewards, args.group_size)  # [B, 1]
         batch = make_batch(groups, args.minibatch_size, tokenizer.pad_token_id, accelerator)
         advantages = all_advantages[batch.rows].to(accelerator.device)  # [b, 1], this rank's rows
-        old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # [b, T] no grad
+        # pi_old by the trainer's forward, not by the engine's numbers; no grad.
+        old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # [b, T]
         with run.timer("old_logprobs"), torch.no_grad():
             # The first minibatch gets them from its update's own forward, where pi_theta is pi_old.
             for minibatch in batch.minibatches[1:]:
                 for rows, _ in microbatches(batch, minibatch, args, accelerator):  # collective
                     old_logprobs[rows] = policy(*batch.inputs(rows), args.temperature)[0]
-        reshard(policy)
+        reshard(policy)  # of FSDP: lets go of the embedding and head that no_grad left gathered
 
         # 4 Update: one optimizer step per minibatch
-        minibatches = batch.minibatches * args.num_epochs
-        for update, minibatch in enumerate(run.inner("policy_update", minibatches)):
+        minibatches = batch.minibatches * args.num_epochs  # the list, num_epochs times
+        for update, minibatch in enumerate(run.timed("policy_update", minibatches)):
             num_tokens = accelerator.reduce(batch.mask[minibatch].sum()).clamp(min=1)  # collective
             for rows, weight in microbatches(batch, minibatch, args, accelerator):  # collective
                 mask = batch.mask[rows] & (weight > 0)  # [b, T]
@@ -323,14 +335,14 @@ def main(args: Args, preset: str) -> None:
                 if update == 0:
                     old_logprobs[rows] = logprobs.detach()
                 old, sampler = old_logprobs[rows], batch.rollout_logprobs[rows]
-                weights = advantages[rows] * truncated_importance(old, sampler, args)
-                loss, stats = policy_loss(logprobs, old, weights, mask, num_tokens, *loss_settings)
+                corrected = advantages[rows] * truncated_importance(old, sampler, args)
+                loss, stats = policy_loss(logprobs, old, corrected, mask, num_tokens, **settings)
                 if reference is not None:
                     with torch.no_grad():
                         ref_logprobs = reference(*batch.inputs(rows), args.temperature)[0]
                     stats["policy/ref_kl"] = k3(logprobs, ref_logprobs, mask)
                     loss = loss + args.kl_coef * stats["policy/ref_kl"] / num_tokens
-                # FSDP averages gradients over ranks; the loss is a sum over them.
+                # FSDP averages gradients over ranks (a collective); the loss is a sum over them.
                 accelerator.backward(loss * accelerator.num_processes)
                 stats["policy/entropy"] = (entropy * mask).sum()
                 meter.add(stats | logprob_gap(old, sampler, mask), mask.sum())
@@ -341,7 +353,7 @@ def main(args: Args, preset: str) -> None:
             optimizer.zero_grad()
             meter.add({"optim/grad_norm": grad_norm}, 1)
         with run.timer("sync"):
-            engine.sync_weights(policy)
+            engine.sync_weights(policy)  # collective
 
         # 5 Evaluate, log, save
         metrics = meter.reduce(accelerator) | rollout_metrics(groups)  # collective
@@ -359,8 +371,7 @@ def main(args: Args, preset: str) -> None:
         if step % args.eval_every == 0 or step == args.num_steps:
             metrics |= evaluate(args, engine, eval_problems, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
-        if step % args.save_every == 0 or step == args.num_steps or run.should_stop():
-            run.save(step, policy, optimizer, cursor=cursor, bad_steps=bad_steps)
+        run.save_if_due(step, policy, optimizer, cursor=cursor, bad_steps=bad_steps)  # collective
     export(policy, tokenizer, run.folder / "model", accelerator)
     run.finish()
 

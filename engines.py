@@ -6,7 +6,6 @@ depend on the batch, the number of ranks, or what was sampled before.
 
 import os
 import random
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from models import full_weights
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,10 @@ class Response:
 
 def row_seed(*parts: int) -> int:
     """A 63-bit seed as a function of its parts (run seed, problem, sample, ...): equal on every
-    rank and after a resume, different for each response."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    rank and after a resume, different for each response. The number of parts is one of them, since
+    numpy takes (1, 2) and (1, 2, 0) for the same."""
+    sequence = np.random.SeedSequence([len(parts), *parts])
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @contextmanager
@@ -56,16 +59,6 @@ def preserve_rng():
     torch.set_rng_state(states[2])
 
 
-def full_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of the language model's weights, gathered one at a time: a collective
-    under sharding. From state_dict, which holds tied weights under both of their names, as an
-    engine needs them; named_parameters does not."""
-    for name, tensor in policy.lm.state_dict().items():
-        if hasattr(tensor, "full_tensor"):
-            tensor = (tensor.cuda() if torch.cuda.is_available() else tensor).full_tensor()
-        yield name.replace("_checkpoint_wrapped_module.", ""), tensor.detach()
-
-
 class Engine:
     """What both engines share. Ranks form teams of `tensor_parallel`, one engine to a team."""
 
@@ -75,7 +68,7 @@ class Engine:
         self.num_teams = accelerator.num_processes // tensor_parallel
 
     def share(self, items: list) -> list:
-        """The items of this rank's team; every n-th one, so that order hides no imbalance."""
+        """The items of this rank's team: every num_teams-th one."""
         return items[self.team :: self.num_teams]
 
     def generate(
@@ -201,7 +194,7 @@ class VLLMEngine(Engine):
 
     def __init__(self, args, model: str, stop_ids, accelerator):
         super().__init__(stop_ids, args.tensor_parallel, accelerator)
-        self.cuda, self.names, self.asleep = torch.cuda.is_available(), None, set()
+        self.cuda, self.asleep = torch.cuda.is_available(), set()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # engine_memory is a share of the GPU's memory, or gigabytes of KV cache on a CPU.
@@ -245,11 +238,11 @@ class VLLMEngine(Engine):
             self._wake("weights")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
             self.llm.reset_prefix_cache()  # cached prefixes belong to the old weights
-        self.names = self.names or set(
-            sent
-        )  # vLLM only warns of a missing name, and keeps its old values
-        if set(sent) != self.names:
-            raise RuntimeError(f"weight sync changed names: {sorted(set(sent) ^ self.names)}")
+        # vLLM only warns of a missing name, and keeps its old values.
+        with torch.device("meta"):
+            expected = set(AutoModelForCausalLM.from_config(policy.lm.config).state_dict())
+        if set(sent) != expected:
+            raise RuntimeError(f"weights sent and expected differ: {sorted(set(sent) ^ expected)}")
 
     def generate(self, prompt_ids, n, sampling, seeds):
         from vllm import SamplingParams

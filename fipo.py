@@ -9,14 +9,15 @@ The advantage is multiplied by the exponential of that, clipped to a narrow inte
 began a future which the updates reinforce count more, tokens that began a suppressed one less.
 
     d_t   = log pi_theta(o_t) - log pi_old(o_t)                                  [FIPO Eq. 3]
-    M_t   = 1 where exp(d_t) <= c, else 0                                        [FIPO Eq. 5]
+    M_t   = 1 where exp(d_t) <= c (dual_clip), else 0                            [FIPO Eq. 5]
     FKL_t = sum over k >= t of M_k gamma^(k-t) d_k,  gamma = 2^(-1/half_life)    [FIPO Eq. 4, Eq. 6]
     f_t   = clip(exp(FKL_t), low, high), no gradient                             [FIPO Eq. 7]
     f_t   = 1 where A < 0 and exp(d_t) > safety_threshold                        [FIPO §3.2]
-    loss  = DAPO's clipped loss with f_t A_t in place of A_t                     [FIPO Eq. 8]
+    loss  = DAPO's clipped loss, with f_t A in place of the response's A         [FIPO Eq. 8]
 
-Differs from dapo.py in the weight f, and in nothing else. On the first update of a batch d = 0 and
-f = 1, so FIPO is DAPO unless a batch is used for more than one update.
+Differs from dapo.py in the weight f, its flags (some of them ablations) and its metrics. On the
+first update of a batch d = 0 and f = 1: FIPO is DAPO unless a batch serves more than one update.
+f has no gradient: it says how much a token counts, and must not be raised for its own sake.
 
 Laptop:   python fipo.py
 8 GPUs:   torchrun --nproc_per_node 8 fipo.py qwen2.5-7b-math
@@ -29,6 +30,7 @@ at A < 0 only. test_fipo.py::test_eq5_filter_whatever_the_sign_of_the_advantage 
 """
 
 from dataclasses import dataclass, replace
+from inspect import signature
 
 import torch
 
@@ -119,7 +121,7 @@ class Args:
     # Algorithm
     clip_eps_low: float = 0.2  # the ratio is clipped at 1 - this
     clip_eps_high: float = 0.28  # the ratio is clipped at 1 + this: clip-higher [DAPO §3.1]
-    dual_clip: float | None = 10.0  # bound c on the ratio where A < 0; none: no bound
+    dual_clip: float | None = 10.0  # bound c on the ratio where A < 0; None: no bound
     overlong_buffer: int = 8  # last tokens before the limit, where a penalty grows [DAPO §3.4]
     overlong_penalty: float = 1.0  # the penalty at the limit
     wrong_reward: float = 0.0  # reward of a wrong response (RELEASE: -1)
@@ -127,10 +129,10 @@ class Args:
     gen_prompts: int = 48  # prompts per sampling round (RELEASE: 4x prompts_per_step)
     max_gen_batches: int = 10  # sampling rounds per step at most (RELEASE: 10)
     kl_coef: float = 0.0  # weight of a k3 KL penalty against the starting policy (beta)
-    future_kl_half_life: float | None = 32.0  # tau, tokens [FIPO Eq. 6]; none: no decay [Eq. 4]
+    future_kl_half_life: float | None = 32.0  # tau, tokens [FIPO Eq. 6]; None: no decay [Eq. 4]
     influence_low: float = 0.8  # lower end of f, 1 - eps_f_low [FIPO Eq. 7]
-    influence_high: float | None = 1.2  # 1 + eps_f_high; none: min(exp(FKL), 10) (RELEASE)
-    safety_threshold: float | None = None  # ratio above which f = 1 at A < 0; none: dual_clip
+    influence_high: float | None = 1.2  # 1 + eps_f_high; None: min(exp(FKL), 10) (RELEASE)
+    safety_threshold: float | None = None  # ratio above which f = 1 at A < 0; None: dual_clip
     filter_extremes: bool = True  # keep ratios above dual_clip out of Future-KL [FIPO Eq. 5]
     drop_dual_clipped_responses: bool = False  # drop those with more than one such token (RELEASE)
     length_heuristic: float | None = None  # control: f = 1 + this * length / limit where A > 0
@@ -149,6 +151,14 @@ def check(args: Args) -> None:
         f"--minibatch-size {minibatch} does not divide prompts_per_step x group_size = {batch}",
     )
     require(
+        args.gen_prompts >= 1 and args.max_gen_batches >= 1,
+        f"--gen-prompts {args.gen_prompts} or --max-gen-batches {args.max_gen_batches} is below 1",
+    )
+    require(
+        args.dual_clip is None or args.dual_clip > 1,
+        f"--dual-clip {args.dual_clip} must be above 1, or None",
+    )
+    require(
         0 <= args.overlong_buffer <= args.max_response_tokens,
         f"--overlong-buffer {args.overlong_buffer} must lie between 0 and --max-response-tokens, "
         f"{args.max_response_tokens}",
@@ -156,7 +166,11 @@ def check(args: Args) -> None:
     require(
         batch * args.num_epochs > minibatch,
         f"--minibatch-size {minibatch} makes one update per batch, where f = 1 and FIPO is DAPO; "
-        f"use {batch // 2} or less",
+        "use a smaller divisor",
+    )
+    require(
+        args.future_kl_half_life is None or args.future_kl_half_life > 0,
+        f"--future-kl-half-life {args.future_kl_half_life} must be above 0, or None",
     )
     require(
         args.influence_high is None or 0 < args.influence_low <= args.influence_high,
@@ -165,7 +179,7 @@ def check(args: Args) -> None:
     )
 
 
-# What the 7B and 32B recipes share [FIPO Tables 2 and 3]; the number of steps is our choice.
+# What the 7B and 32B recipes share [FIPO Tables 2 and 3]; what the tables leave open is our choice.
 PAPER = Args(
     num_steps=500,
     eval_every=10,
@@ -188,7 +202,7 @@ PAPER_7B = replace(PAPER, model="Qwen/Qwen2.5-Math-7B", max_context=32_768)
 PAPER_32B = replace(PAPER, model="Qwen/Qwen2.5-32B", tensor_parallel=4, cpu_offload=True)
 PRESETS = {
     "tiny": Args(),
-    "qwen2.5-7b-math": replace(  # [FIPO Table 3]
+    "qwen2.5-7b-math": replace(  # [FIPO Table 3]; what is not here is a default of Args
         PAPER_7B,
         group_size=32,
         max_response_tokens=10_240,
@@ -196,7 +210,7 @@ PRESETS = {
         minibatch_size=64 * 32,
         safety_threshold=3.0,
     ),
-    "qwen2.5-32b": replace(  # [FIPO Table 2]
+    "qwen2.5-32b": replace(  # [FIPO Table 2]; likewise
         PAPER_32B,
         max_response_tokens=20_480,
         overlong_buffer=4096,
@@ -246,12 +260,12 @@ def future_kl(log_ratio, mask, half_life, dual_clip):
     kept = mask.bool()
     if dual_clip is not None:
         kept = kept & ~(log_ratio.exp() > dual_clip)  # M [FIPO Eq. 5]; a NaN stays, and is seen
-    shift = torch.where(kept, log_ratio.double(), 0.0)  # fp64: without decay, sums grow and cancel
+    filtered = torch.where(kept, log_ratio.double(), 0.0)  # M d; fp64, for long sums cancel
     gamma = 1.0 if half_life is None else 2 ** (-1 / half_life)
-    index = torch.arange(128, device=shift.device, dtype=shift.dtype)
+    index = torch.arange(128, device=filtered.device, dtype=filtered.dtype)
     decay = (gamma ** (index[:, None] - index).clamp(min=0)).tril()  # [k, t] gamma^(k-t), k >= t
     blocks, carry = [], 0.0
-    for block in reversed(shift.split(128, dim=1)):
+    for block in reversed(filtered.split(128, dim=1)):
         width = block.shape[1]
         beyond = carry * gamma ** (width - index[:width])  # of the blocks to the right
         blocks.append(block @ decay[:width, :width] + beyond)  # [B, width]
@@ -295,8 +309,8 @@ def policy_loss(
         )
         influence = influence_weights(fkl, ratio, advantages, *bounds)  # f [B, T]
         if length_heuristic is not None:
-            longer = 1 + length_heuristic * mask.sum(1, keepdim=True) / max_response_tokens
-            influence = torch.where(advantages > 0, longer, 1.0).expand_as(ratio)
+            by_length = 1 + length_heuristic * mask.sum(1, keepdim=True) / max_response_tokens
+            influence = torch.where(advantages > 0, by_length, 1.0).expand_as(ratio)
     advantages = influence * advantages  # [B, T]
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
@@ -319,9 +333,9 @@ def policy_loss(
         "fipo/unclipped_mean": torch.where(mask, fkl.clamp(max=20).exp(), 0.0).sum(),
         "fipo/unclipped_min": torch.where(mask, fkl, torch.inf).clamp(max=20).exp().min(),
         "fipo/unclipped_max": torch.where(mask, fkl, -torch.inf).clamp(max=20).exp().max(),
-        "fipo/clip_low_frac": (mask & (fkl.exp() < influence_low)).sum(),
+        "fipo/clip_low_frac": (mask & (fkl.exp() < (influence_low if influence_high else 0))).sum(),
         "fipo/clip_high_frac": (mask & (fkl.exp() > (influence_high or 10.0))).sum(),
-        "fipo/filtered_frac": (mask & (ratio > (dual_clip or torch.inf))).sum(),
+        "fipo/filtered_frac": filter_extremes * (mask & (ratio > (dual_clip or torch.inf))).sum(),
     }
     return loss.sum() / max(num_tokens, 1), stats
 
@@ -342,15 +356,8 @@ def main(args: Args, preset: str) -> None:
     engine = make_engine(args, policy, tokenizer, accelerator)
     sampling = Sampling(args.max_response_tokens, args.temperature)
     shaping = args.max_response_tokens, args.overlong_buffer, args.overlong_penalty
-    clip = args.clip_eps_low, args.clip_eps_high, args.dual_clip
-    future = (
-        args.future_kl_half_life,
-        args.influence_low,
-        args.influence_high,
-        args.safety_threshold,
-    )
-    ablations = args.filter_extremes, args.drop_dual_clipped_responses, args.length_heuristic
-    loss_settings = *clip, *future, *ablations, args.max_response_tokens
+    # Each parameter of policy_loss after num_tokens has the name of its flag.
+    settings = {k: v for k, v in vars(args).items() if k in signature(policy_loss).parameters}
     run = Run("fipo", preset, args, accelerator)
     state = run.resume(policy, optimizer)  # empty without --resume
     cursor, bad_steps = state.get("cursor", 0), state.get("bad_steps", 0)
@@ -378,13 +385,14 @@ def main(args: Args, preset: str) -> None:
             if args.dynamic_sampling:  # by correctness, not by shaped reward [DAPO §3.2]
                 sampled = [g for g in sampled if min(g.correct) < max(g.correct)]
             groups += sampled
-        engine.sleep()  # vLLM leaves the GPU's memory to the update
         kept_frac = len(groups) * args.group_size / len(verdicts)
         groups = groups[: args.prompts_per_step]  # a surplus would be off-policy by the next step
         run.warn_if_short(step, len(groups), gen_batches, verdicts)
         if not groups:  # on all ranks alike: nothing to learn from
             run.log(step, {"train/skipped_steps": 1}, [], tokenizer)
+            run.save_if_due(step, policy, optimizer, cursor=cursor, bad_steps=bad_steps)
             continue
+        engine.sleep()  # vLLM leaves the GPU's memory to the update
 
         # 3 Advantage: one number per response, shared by its tokens
         correct = torch.tensor([c for g in groups for c in g.correct])  # [B]
@@ -393,17 +401,18 @@ def main(args: Args, preset: str) -> None:
         all_advantages = group_advantages(rewards, args.group_size)  # [B, 1]
         batch = make_batch(groups, args.minibatch_size, tokenizer.pad_token_id, accelerator)
         advantages = all_advantages[batch.rows].to(accelerator.device)  # [b, 1], this rank's rows
-        old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # [b, T] no grad
+        # pi_old by the trainer's forward, not by the engine's numbers; no grad.
+        old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # [b, T]
         with run.timer("old_logprobs"), torch.no_grad():
             # The first minibatch gets them from its update's own forward, where pi_theta is pi_old.
             for minibatch in batch.minibatches[1:]:
                 for rows, _ in microbatches(batch, minibatch, args, accelerator):  # collective
                     old_logprobs[rows] = policy(*batch.inputs(rows), args.temperature)[0]
-        reshard(policy)
+        reshard(policy)  # of FSDP: lets go of the embedding and head that no_grad left gathered
 
         # 4 Update: one optimizer step per minibatch
-        minibatches = batch.minibatches * args.num_epochs
-        for update, minibatch in enumerate(run.inner("policy_update", minibatches)):
+        minibatches = batch.minibatches * args.num_epochs  # the list, num_epochs times
+        for update, minibatch in enumerate(run.timed("policy_update", minibatches)):
             num_tokens = accelerator.reduce(batch.mask[minibatch].sum()).clamp(min=1)  # collective
             for rows, weight in microbatches(batch, minibatch, args, accelerator):  # collective
                 mask = batch.mask[rows] & (weight > 0)  # [b, T]
@@ -411,14 +420,14 @@ def main(args: Args, preset: str) -> None:
                 if update == 0:
                     old_logprobs[rows] = logprobs.detach()
                 old, sampler = old_logprobs[rows], batch.rollout_logprobs[rows]
-                weights = advantages[rows] * truncated_importance(old, sampler, args)
-                loss, stats = policy_loss(logprobs, old, weights, mask, num_tokens, *loss_settings)
+                corrected = advantages[rows] * truncated_importance(old, sampler, args)
+                loss, stats = policy_loss(logprobs, old, corrected, mask, num_tokens, **settings)
                 if reference is not None:
                     with torch.no_grad():
                         ref_logprobs = reference(*batch.inputs(rows), args.temperature)[0]
                     stats["policy/ref_kl"] = k3(logprobs, ref_logprobs, mask)
                     loss = loss + args.kl_coef * stats["policy/ref_kl"] / num_tokens
-                # FSDP averages gradients over ranks; the loss is a sum over them.
+                # FSDP averages gradients over ranks (a collective); the loss is a sum over them.
                 accelerator.backward(loss * accelerator.num_processes)
                 stats["policy/entropy"] = (entropy * mask).sum()
                 meter.add(stats | logprob_gap(old, sampler, mask), mask.sum())
@@ -429,7 +438,7 @@ def main(args: Args, preset: str) -> None:
             optimizer.zero_grad()
             meter.add({"optim/grad_norm": grad_norm}, 1)
         with run.timer("sync"):
-            engine.sync_weights(policy)
+            engine.sync_weights(policy)  # collective
 
         # 5 Evaluate, log, save
         metrics = meter.reduce(accelerator) | rollout_metrics(groups)  # collective
@@ -447,8 +456,7 @@ def main(args: Args, preset: str) -> None:
         if step % args.eval_every == 0 or step == args.num_steps:
             metrics |= evaluate(args, engine, eval_problems, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
-        if step % args.save_every == 0 or step == args.num_steps or run.should_stop():
-            run.save(step, policy, optimizer, cursor=cursor, bad_steps=bad_steps)
+        run.save_if_due(step, policy, optimizer, cursor=cursor, bad_steps=bad_steps)  # collective
     export(policy, tokenizer, run.folder / "model", accelerator)
     run.finish()
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies: common.token_logprobs against full logits.
+"""Log-probabilities and entropies: models.token_logprobs against full logits.
 
     python benchmarks/logprobs.py      # about 5 minutes on 2 cores; needs 13 GB of free memory
 
@@ -12,6 +12,7 @@ full, ours, ...). Writes benchmarks/logprobs.jsonl, and exits with 1 where a bar
 import argparse
 import datetime
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+# Waiting threads sleep: where cores are shared, a thread that spins takes the time of the other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
 
-from common import token_logprobs  # noqa: E402
+from models import token_logprobs  # noqa: E402
 
 TOKENS, HIDDEN, VOCABULARY = 4_096, 256, 151_936
 THREADS, REPEATS, TEMPERATURE = 2, 5, 1.0

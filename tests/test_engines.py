@@ -12,7 +12,8 @@ import torch
 import common
 import dapo
 import tiny
-from engines import HFEngine, Sampling, full_weights, row_seed, sample_tokens
+from engines import HFEngine, Sampling, row_seed, sample_tokens
+from models import full_weights
 
 ENGINES = [
     "hf",

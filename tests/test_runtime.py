@@ -10,6 +10,7 @@ import torch
 import common
 import dapo
 import fipo
+import models
 from engines import Response, row_seed
 
 ARGS = dapo.Args()
@@ -129,30 +130,30 @@ def test_token_logprobs_by_hand():
     # logits [2, 0], token 0: at temperature 1, and at .5 where they are [4, 0].
     hidden, weight = torch.tensor([[2.0, 0.0]]), torch.eye(2)
     for temperature, logprob, entropy in ((1.0, -0.126928, 0.365334), (0.5, -0.018150, 0.090095)):
-        got = common.token_logprobs(hidden, weight, None, torch.tensor([0]), temperature)
+        got = models.token_logprobs(hidden, weight, None, torch.tensor([0]), temperature)
         torch.testing.assert_close(got[0], torch.tensor([logprob]), atol=1e-6, rtol=0)
         torch.testing.assert_close(got[1], torch.tensor([entropy]), atol=1e-6, rtol=0)
 
 
-def test_chunked_logprobs_equal_full_logits_with_their_gradient(monkeypatch):
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_chunked_logprobs_equal_full_logits_with_their_gradient(with_bias):
     torch.manual_seed(0)
     hidden, weight = torch.randn(37, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    bias = torch.randn(50, requires_grad=True) if with_bias else None
+    inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
     targets, signal = torch.randint(50, (37,)), torch.randn(37)
-    full = (hidden @ weight.T / 0.7).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-    want = torch.autograd.grad((full * signal).sum(), (hidden, weight))
+    logits = torch.nn.functional.linear(hidden, weight, bias) / 0.7
+    full = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    want = torch.autograd.grad((full * signal).sum(), inputs)
     for chunk in (1, 5, 37, 100):
-        # One chunk holds 2**24 // V positions; a V that large is imitated by a smaller constant.
-        parts = [
-            common._logprob_chunk(hidden[i : i + chunk], weight, None, targets[i : i + chunk], 0.7)[
-                0
-            ]
-            for i in range(0, 37, chunk)
-        ]
-        got = torch.autograd.grad((torch.cat(parts) * signal).sum(), (hidden, weight))
+        settings = hidden, weight, bias, targets, 0.7, chunk
+        logprobs, entropy = models.TokenLogprobs.apply(*settings)
+        torch.testing.assert_close(logprobs, full)
+        torch.testing.assert_close(entropy, -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1))
+        assert not entropy.requires_grad
+        got = torch.autograd.grad((logprobs * signal).sum(), inputs)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    whole, _ = common.token_logprobs(hidden, weight, None, targets, 0.7)
-    torch.testing.assert_close(whole, full)
 
 
 def test_policy_reads_the_position_before_each_token_and_ignores_padding(base_policy):

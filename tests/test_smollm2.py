@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ROWS = [917, 113]
+ROWS = [113, 321, 595, 888, 907, 917, 921, 1084]  # now and then right: found by sampling
 
 # Worked examples as turns of the chat: `<|im_end|>` and `<|im_start|>` are SmolLM2's own marks.
 USER, ASSISTANT = "<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -37,12 +37,10 @@ EXAMPLES = [
 TEMPLATE = USER.join([question + ASSISTANT + answer for question, answer in EXAMPLES])
 TEMPLATE += USER + "{problem}"
 
-SETTINGS = (
-    "--reward verifier --max-prompt-tokens 320 --max-response-tokens 64 --overlong-buffer 16 "
-    "--temperature 0.5 --prompts-per-step 2 --gen-prompts 4 --group-size 8 --minibatch-size 8 "
-    "--num-steps 2 --eval-every 2 --eval-problems 4 --eval-samples 2 --eval-temperature 0.5 "
-    "--save-every 2 --learning-rate 1e-5 --warmup-steps 0 --decay-steps 0 --engine-memory 0.5"
-).split()
+SETTINGS = ["--reward", "verifier", "--max-prompt-tokens", "320", "--max-response-tokens", "64", "--overlong-buffer", "16", "--temperature", "0.5", "--prompts-per-step", "1", "--gen-prompts", "3", "--group-size", "8", "--minibatch-size", "4", "--num-steps", "2", "--eval-every", "2", "--eval-problems", "2", "--eval-samples", "2", "--eval-temperature", "0.5", "--save-every", "2", "--learning-rate", "1e-5", "--warmup-steps", "0", "--decay-steps", "0", "--engine-memory", "0.5", "--tokens-per-microbatch", "1024"]
+
+
+SHOWN = ["step", "reward/accuracy", "rollout/logprob_gap_max", "rollout/groups_kept_frac", "rollout/gen_batches", "rollout/response_tokens_mean", "optim/grad_norm", "train/updates_per_batch", "fipo/influence_min", "fipo/influence_max", "eval/avg_at_k", "seconds", "memory/peak_gb"]
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +89,12 @@ def test_a_real_language_model_trains_on_real_problems(script, engine, smollm2, 
         print({key: value for key, value in step.items() if key in SHOWN})
     assert sum(step["train/updates_per_batch"] for step in steps) >= 2
     for step in steps:
-        assert step["train/updates_per_batch"] == 2  # both groups were found
-        assert 0 < step["reward/accuracy"] < 1  # dynamic sampling leaves mixed groups alone
+        assert step["train/updates_per_batch"] == 2  # a group was found
+        assert 0 < step["reward/accuracy"] < 1  # of the group that it trained on
         assert math.isfinite(step["optim/grad_norm"]) and step["optim/grad_norm"] > 0
         assert step["optim/bad_steps"] == 0 and step["reward/verifier_errors"] == 0
         # In the second step the engine has the weights that the first one trained.
         assert step["rollout/logprob_gap_max"] < 1e-3
-        if script == "fipo":  # exactly 1 on the first update, live on the second
-            assert step["fipo/influence_min"] < 1 < step["fipo/influence_max"]
+        if script == "fipo":  # 1 on the first update of the batch, live on the second
+            assert 0.8 <= step["fipo/influence_min"] <= 1 <= step["fipo/influence_max"] <= 1.2001
+            assert step["fipo/influence_min"] < step["fipo/influence_max"]
