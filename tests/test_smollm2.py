@@ -37,10 +37,18 @@ EXAMPLES = [
 TEMPLATE = USER.join([question + ASSISTANT + answer for question, answer in EXAMPLES])
 TEMPLATE += USER + "{problem}"
 
-SETTINGS = ["--reward", "verifier", "--max-prompt-tokens", "320", "--max-response-tokens", "64", "--overlong-buffer", "16", "--temperature", "0.5", "--prompts-per-step", "1", "--gen-prompts", "3", "--group-size", "8", "--minibatch-size", "4", "--num-steps", "2", "--eval-every", "2", "--eval-problems", "2", "--eval-samples", "2", "--eval-temperature", "0.5", "--save-every", "2", "--learning-rate", "1e-5", "--warmup-steps", "0", "--decay-steps", "0", "--engine-memory", "0.5", "--tokens-per-microbatch", "1024"]
-
-
-SHOWN = ["step", "reward/accuracy", "rollout/logprob_gap_max", "rollout/groups_kept_frac", "rollout/gen_batches", "rollout/response_tokens_mean", "optim/grad_norm", "train/updates_per_batch", "fipo/influence_min", "fipo/influence_max", "eval/avg_at_k", "seconds", "memory/peak_gb"]
+SETTINGS = """
+    --reward verifier --max-prompt-tokens 320 --max-response-tokens 64 --overlong-buffer 16
+    --temperature 0.5 --prompts-per-step 1 --gen-prompts 3 --group-size 8 --minibatch-size 4
+    --num-steps 2 --eval-every 2 --eval-problems 2 --eval-samples 2 --eval-temperature 0.5
+    --save-every 2 --learning-rate 1e-5 --warmup-steps 0 --decay-steps 0 --engine-memory 0.5
+    --tokens-per-microbatch 1024
+"""
+SHOWN = """
+    step seconds memory/peak_gb reward/accuracy rollout/logprob_gap_max rollout/groups_kept_frac
+    rollout/response_tokens_mean optim/grad_norm train/updates_per_batch fipo/influence_min
+    fipo/influence_max
+"""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +86,14 @@ def test_a_real_language_model_trains_on_real_problems(script, engine, smollm2, 
     data = ["--dataset", rows, "--eval-dataset", rows, "--prompt-template", TEMPLATE]
     with tempfile.TemporaryDirectory() as folder:  # a checkpoint takes 1.6 GB
         place = ["--rollout-engine", engine, "--model", smollm2, "--runs-dir", folder]
-        command = [sys.executable, str(ROOT / f"{script}.py"), "tiny", *SETTINGS, *data, *place]
+        command = [
+            sys.executable,
+            str(ROOT / f"{script}.py"),
+            "tiny",
+            *SETTINGS.split(),
+            *data,
+            *place,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         run = Path(folder) / f"{script}-tiny-seed1"
@@ -86,7 +101,7 @@ def test_a_real_language_model_trains_on_real_problems(script, engine, smollm2, 
         assert (run / "model" / "config.json").exists()
     steps = metrics[1:]  # the first line is the evaluation before training
     for step in steps:
-        print({key: value for key, value in step.items() if key in SHOWN})
+        print({key: value for key, value in step.items() if key in SHOWN.split()})
     assert sum(step["train/updates_per_batch"] for step in steps) >= 2
     for step in steps:
         assert step["train/updates_per_batch"] == 2  # a group was found
