@@ -940,6 +940,7 @@ class Run:
             total=self.args.num_steps,
             initial=start,
             desc=self.folder.name,
+            mininterval=1,
             disable=not self.is_main,
         )
         for step in range(start + 1, self.args.num_steps + 1):
