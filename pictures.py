@@ -21,9 +21,9 @@ PANELS = [
         "Response length",
         "tokens",
         [
+            "rollout/response_tokens_mean",
             "rollout/response_tokens_q25",
             "rollout/response_tokens_median",
-            "rollout/response_tokens_mean",
             "rollout/response_tokens_q75",
         ],
     ),
@@ -58,35 +58,33 @@ def read_metrics(folder: Path) -> list[dict]:
 
 
 def curves(folders: list[Path], path: Path) -> Path:
-    """Draw the panels that runs have numbers for: a colour for a run, a line style for a key."""
+    """Draw the panels that the runs have numbers for: of one run every key, of several runs the
+    first key of each panel, a colour for each run."""
     runs = {Path(folder).name: read_metrics(folder) for folder in folders}
     logged = {key for lines in runs.values() for line in lines for key in line}
     panels = [(title, label, [k for k in keys if k in logged]) for title, label, keys in PANELS]
+    panels = [
+        (title, label, keys[: None if len(runs) == 1 else 1]) for title, label, keys in panels
+    ]
     panels = [panel for panel in panels if panel[2]]
     columns = 4
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 3 * rows), squeeze=False)
     for axis, (title, label, keys) in zip(axes.flat, panels, strict=False):
-        for r, (name, lines) in enumerate(runs.items()):
-            for k, key in enumerate(keys):
-                points = [(line["step"], line[key]) for line in lines if key in line]
-                if not points:
-                    continue
-                colour = f"C{k}" if len(runs) == 1 else f"C{r}"
-                style = "-" if len(runs) == 1 else ("-", "--", ":", "-.")[k % 4]
-                short = key.split("/")[1] if len(keys) > 1 else ""
-                text = " ".join(part for part in (name if len(runs) > 1 else "", short) if part)
-                marker = "o" if len(points) < 12 else None
-                axis.plot(
-                    *zip(*points, strict=True), style, color=colour, marker=marker, ms=3, label=text
-                )
+        lines = [(name, key) for name in runs for key in keys]
+        for i, (name, key) in enumerate(lines):
+            points = [(line["step"], line[key]) for line in runs[name] if key in line]
+            text = name if len(runs) > 1 else key.split("/")[1]
+            marker = "o" if len(points) < 12 else None
+            xs, ys = zip(*points, strict=True) if points else ((), ())
+            axis.plot(xs, ys, color=f"C{i % 10}", marker=marker, markersize=3, label=text)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step", fontsize=8)
-        axis.set_ylabel(label, fontsize=8)
+        axis.set_ylabel(label if len(runs) == 1 else keys[0], fontsize=8)
         axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)
-        if len(keys) > 1 or len(runs) > 1:
-            axis.legend(fontsize=6, framealpha=0.6)
+        if len(lines) > 1 and (len(runs) == 1 or axis is axes.flat[0]):
+            axis.legend(fontsize=7, framealpha=0.6)
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     figure.suptitle(", ".join(runs), fontsize=11)
