@@ -197,9 +197,15 @@ class VLLMEngine(Engine):
         self.cuda, self.asleep = torch.cuda.is_available(), set()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        # engine_memory is a share of the GPU's memory, or gigabytes of KV cache on a CPU.
-        gigabytes = {"kv_cache_memory_bytes": int(args.engine_memory * 2**30)}
-        share = {"gpu_memory_utilization": args.engine_memory}
+        max_context = args.max_prompt_tokens + args.max_response_tokens
+        if self.cuda:  # a share of the GPU's memory
+            limits = {"gpu_memory_utilization": args.engine_memory}
+        else:  # gigabytes of KV cache; seeded requests crash where a prompt is split over two steps
+            limits = {
+                "kv_cache_memory_bytes": int(args.engine_memory * 2**30),
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(4096, max_context),
+            }
         threads = torch.get_num_threads()
         with preserve_rng():
             from vllm import LLM
@@ -209,7 +215,7 @@ class VLLMEngine(Engine):
                 skip_tokenizer_init=True,  # token ids in, token ids out
                 dtype="bfloat16" if self.cuda else "float32",
                 seed=args.seed,
-                max_model_len=args.max_prompt_tokens + args.max_response_tokens,
+                max_model_len=max_context,
                 hf_overrides=(
                     {"max_position_embeddings": args.max_context} if args.max_context else {}
                 ),
@@ -222,7 +228,7 @@ class VLLMEngine(Engine):
                 enable_sleep_mode=self.cuda,
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # not the checkpoint's sampling defaults
-                **(share if self.cuda else gigabytes),
+                **limits,
             )
         torch.set_num_threads(threads)
 

@@ -151,6 +151,14 @@ def test_a_response_ends_with_its_stop_token_or_at_the_limit(setting):
             assert responses[0].finished or len(tokens) == limit
 
 
+def test_more_prompt_tokens_than_one_scheduling_step_holds(setting):
+    # vLLM puts 4,096 prompt tokens into a step; on a CPU a prompt must not be split over two.
+    ids = prompts(setting.tokenizer, 40, words=140)
+    assert sum(map(len, ids)) > 4096
+    answers = setting.engine.generate(ids, 2, Sampling(4), [[i, i + 100] for i in range(40)])
+    assert len(answers) == 40 and all(len(responses) == 2 for responses in answers)
+
+
 def test_sampling_leaves_the_random_state_of_training_alone(setting):
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     setting.engine.generate(prompts(setting.tokenizer, 2), 2, Sampling(8), [[1, 2], [3, 4]])
