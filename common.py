@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,8 +40,10 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from tqdm import tqdm
@@ -58,6 +61,7 @@ from engines import Engine, HFEngine, Response, Sampling, VLLMEngine, row_seed
 from models import Policy, full_weights
 
 transformers.utils.logging.disable_progress_bar()
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves
 
 # ==================================================================================================
 # 1 Token math
@@ -227,9 +231,12 @@ def launch(main: Callable, args_type: type, presets: dict, doc: str) -> None:
             raise UsageError(" ".join(re.sub("[─│╭╮╰╯]", " ", box.getvalue()).split())) from None
         main(args, preset)
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{script}: error: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        where = script if rank == "0" else f"{script} (rank {rank})"
+        print(f"{where}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def check_args(args) -> None:
@@ -240,6 +247,16 @@ def check_args(args) -> None:
         value = vars(args)[name]
         require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
     require(args.temperature > 0, f"--temperature {args.temperature} must be above 0 in training")
+    for name in ("seed", "warmup_steps", "decay_steps", "eval_temperature", "weight_decay"):
+        value = vars(args)[name]
+        require(value >= 0, f"--{name.replace('_', '-')} {value} must not be negative")
+    rate = args.learning_rate
+    require(0 < rate < math.inf, f"--learning-rate {rate} must be a positive number")
+    trackers = [tracker.value for tracker in get_available_trackers()]
+    require(
+        args.track in ("", *trackers),
+        f"--track {args.track!r} is not installed; there is: {', '.join(trackers) or 'none'}",
+    )
     require(0 < args.eval_top_p <= 1, f"--eval-top-p {args.eval_top_p} must lie in (0, 1]")
     longest = args.max_prompt_tokens + args.max_response_tokens
     require(
@@ -373,7 +390,8 @@ def load_rows(dataset: str, split: str) -> tuple[list[dict], KnownDataset]:
         Exception
     ) as error:  # reading fails in many ways; each ends the run here, with its reason
         names = f"a file, a known name (tiny, {', '.join(KNOWN_DATASETS)}), or a hub id"
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:200]
         raise UsageError(
             f"data set {dataset!r} did not load ({reason}); it must be {names}"
         ) from error
@@ -404,6 +422,7 @@ def gold_text(value) -> str | list[str]:
         value = int(value)
     if isinstance(value, list):
         return [gold_text(entry) for entry in value]
+    require(not isinstance(value, dict), f"the gold {value!r} is a struct; use a dotted name")
     text = "" if value is None else str(value)
     return text.rpartition("####")[2].strip()
 
@@ -444,6 +463,7 @@ def load_dataset(dataset: str, split: str, args, tokenizer) -> list[Problem]:
     golds = column(rows, answer_column, ANSWER_COLUMNS, "--answer-column")
     unique: dict[str, tuple] = {}
     for prompt, gold in zip(prompts, map(gold_text, golds), strict=True):
+        require(isinstance(prompt, str | list), f"{dataset}: the prompt {prompt!r} is no text")
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
         first = unique.setdefault(text.strip(), (prompt, gold))[1]
         if first != gold and PartialState().is_main_process:
@@ -456,7 +476,8 @@ def load_dataset(dataset: str, split: str, args, tokenizer) -> list[Problem]:
             f"data {dataset}: {len(rows)} rows -> {len(unique)} distinct prompts -> {len(judged)} "
             f"with a gold -> {len(fitting)} of at most {args.max_prompt_tokens} tokens"
         )
-    longest = max((len(ids) for _, ids, _ in rendered), default=0)
+    require(len(judged) > 0, f"no row of {dataset} has a gold answer; see --answer-column")
+    longest = max(len(ids) for _, ids, _ in rendered)
     require(
         len(fitting) > 0,
         f"no prompt of {dataset} is left; the longest has {longest} tokens, and "
@@ -512,6 +533,8 @@ def resolve_model(name: str) -> str:
     path = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
     require(path.is_dir() or not looks_local, f"--model {name!r}: no such folder")
+    is_model = not path.is_dir() or (path / "config.json").is_file()
+    require(is_model, f"--model {name!r}: the folder has no config.json")
     return str(path) if path.is_dir() else name
 
 
@@ -654,7 +677,13 @@ def judge(groups: list[Group], reward: Callable, tokenizer) -> list[Group]:
     rows = [(group.problem, response) for group in groups for response in group.responses]
     texts = tokenizer.batch_decode([r.token_ids for _, r in rows], skip_special_tokens=True)
     verdicts = reward([p.prompt for p, _ in rows], texts, [p.gold for p, _ in rows])
-    require(len(verdicts) == len(rows), f"reward gave {len(verdicts)} numbers for {len(rows)} rows")
+    require(np.ndim(verdicts) == 1, f"--reward must return a list of numbers, not {verdicts!r:.80}")
+    require(
+        len(verdicts) == len(rows), f"--reward gave {len(verdicts)} numbers for {len(rows)} rows"
+    )
+    for value, text in zip(verdicts, texts, strict=True):
+        number = isinstance(value, int | float | np.number | Tensor) and 0 <= float(value) <= 1
+        require(number, f"--reward gave {value!r}, not a number in [0, 1], for {text!r:.80}")
     verdict = iter(verdicts)
     return [
         dataclasses.replace(group, correct=[float(next(verdict)) for _ in group.responses])
@@ -876,6 +905,10 @@ class Run:
         self.args, self.accelerator, self.is_main = args, accelerator, accelerator.is_main_process
         name, tries = args.run_name or f"{script}-{preset}-seed{args.seed}", 1
         folder = Path(args.runs_dir) / name
+        require(
+            folder.exists() or not args.resume,
+            f"--resume: there is no run {folder}; drop the flag to start it, or see --run-name",
+        )
         while folder.exists() and not args.resume:
             tries += 1
             folder = Path(args.runs_dir) / f"{name}-{tries}"
@@ -885,7 +918,10 @@ class Run:
         self.tracker_works, self.warned_of_collapse = bool(args.track), False
         self.past: dict[str, list[float]] = defaultdict(list)
         if self.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"--runs-dir {args.runs_dir}: {error}") from error
             self._write_args()
             shutil.copy(sys.argv[0], self.folder)
         if self.tracker_works:
@@ -943,6 +979,8 @@ class Run:
             mininterval=1,
             disable=not self.is_main,
         )
+        if start >= self.args.num_steps:
+            self.warn(f"step {start} is done already; raise --num-steps {self.args.num_steps}")
         for step in range(start + 1, self.args.num_steps + 1):
             self.step_start = time.perf_counter()
             yield step
@@ -955,7 +993,8 @@ class Run:
         """The items, with a progress bar where they take more than a few seconds; their time is
         added to this step's time/<name>_s."""
         with self.timer(name):
-            yield from tqdm(items, desc=name, delay=3, leave=False, disable=not self.is_main)
+            hidden = not self.is_main or not sys.stderr.isatty()
+            yield from tqdm(items, desc=name, delay=3, leave=False, disable=hidden)
 
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop. A collective."""
@@ -1076,27 +1115,36 @@ class Run:
             self._keep_logs_up_to(-1)
             self.warn(f"{self.folder} has no complete checkpoint; starting from step 0")
             return {}
-        weights = dict(
-            zip(("model", "optim"), get_state_dict(policy, optimizer.optimizer), strict=True)
-        )
-        dcp.load(weights, checkpoint_id=found[-1] / "weights")
+        for path in reversed(found):
+            try:
+                state = self._load(path, policy, optimizer.optimizer)
+                break
+            except (Exception, CheckpointException) as error:  # damaged; an older one may be whole
+                self.warn(f"{path} does not load ({type(error).__name__}); trying the one before")
+        else:
+            raise UsageError(f"no checkpoint of {self.folder} loads; move the run away, start anew")
+        self.tokens, self.start_time = state["tokens"], time.time() - state["seconds"]
+        self._keep_logs_up_to(state["step"])
+        if self.is_main:
+            print(f"resuming from {path}")
+        return state
+
+    def _load(self, folder: Path, policy: nn.Module, optimizer) -> dict:
+        state = json.loads((folder / "state.json").read_text())
+        weights = dict(zip(("model", "optim"), get_state_dict(policy, optimizer), strict=True))
+        dcp.load(weights, checkpoint_id=folder / "weights")
         set_state_dict(
             policy,
-            optimizer.optimizer,
+            optimizer,
             model_state_dict=weights["model"],
             optim_state_dict=weights["optim"],
         )
-        saved_rng = found[-1] / f"rng-{self.accelerator.process_index}.pt"
+        saved_rng = folder / f"rng-{self.accelerator.process_index}.pt"
         if saved_rng.exists():  # absent on a rank that the saved run did not have
             rng = torch.load(saved_rng, weights_only=False)
             random.setstate(rng[0])
             np.random.set_state(rng[1])
             torch.set_rng_state(rng[2])
-        state = json.loads((found[-1] / "state.json").read_text())
-        self.tokens, self.start_time = state["tokens"], time.time() - state["seconds"]
-        self._keep_logs_up_to(state["step"])
-        if self.is_main:
-            print(f"resuming from {found[-1]}")
         return state
 
     def _keep_logs_up_to(self, step: int) -> None:

@@ -126,4 +126,7 @@ if __name__ == "__main__":
         "--out", type=Path, help="picture to write (default: curves.png of the first run)"
     )
     arguments = parser.parse_args()
+    for run in arguments.runs:
+        if not (run / "metrics.jsonl").is_file():
+            parser.error(f"{run} is not the folder of a run: it has no metrics.jsonl")
     print(curves(arguments.runs, arguments.out or arguments.runs[0] / "curves.png"))

@@ -200,6 +200,8 @@ def main(args: Args, preset: str) -> None:
             export(policy, tokenizer, run.folder / f"epoch-{epoch + 1}", accelerator)
         if step % args.save_every == 0 or step == args.num_steps or run.should_stop():
             run.save(step, policy, optimizer)
+    if run.should_stop():  # a half-trained model must not pass for the base policy
+        raise SystemExit("stopped by a signal before the last step; no final model was exported")
     if args.export:
         export(policy, tokenizer, args.export, accelerator)
     run.finish()

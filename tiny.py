@@ -169,4 +169,7 @@ def _train(folder: Path) -> None:
     # A process of its own: the variables of torchrun would make it wait for other ranks.
     torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     env = {key: value for key, value in os.environ.items() if key not in torchrun}
-    subprocess.run([sys.executable, str(script), "tiny", *flags], check=True, env=env)
+    done = subprocess.run([sys.executable, str(script), "tiny", *flags], env=env, check=False)
+    if done.returncode != 0 or not folder.exists():
+        raise SystemExit(f"sft.py did not make the base policy (exit code {done.returncode})")
+    print("the base policy is ready", flush=True)

@@ -154,6 +154,33 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, base_policy):
     assert saved[0].parent.name == f"step-{last:06d}"
 
 
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(tmp_path, base_policy):
+    run("dapo.py", "--keep-last", "2", cwd=tmp_path)
+    folder = tmp_path / "runs" / "dapo-tiny-seed1" / "checkpoints"
+    data = next((folder / "step-000002" / "weights").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:1000])
+    output = run("dapo.py", "--resume", "--num-steps", "3", cwd=tmp_path)
+    assert "step-000002 does not load" in output and "resuming from" in output
+    assert [line["step"] for line in metrics(folder.parent)] == [0, 1, 2, 3]
+    for state in folder.glob("*/state.json"):
+        state.write_text("{")
+    process = start("dapo.py", "--resume", "--num-steps", "4", cwd=tmp_path)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2 and "error: no checkpoint of" in output
+
+
+def test_an_interrupted_sft_exports_nothing(tmp_path):
+    command = [sys.executable, str(ROOT / "sft.py"), "tiny", "--export", str(tmp_path / "model")]
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    log = tmp_path / "runs" / "sft-tiny-seed1" / "metrics.jsonl"
+    deadline = time.time() + 120
+    while not log.exists() and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 1
+    assert not (tmp_path / "model").exists()
+
+
 def test_two_processes_shard_and_agree_with_one(tmp_path, base_policy):
     for name, processes in (("one", 1), ("two", 2)):
         run("fipo.py", "--run-name", name, cwd=tmp_path, processes=processes)

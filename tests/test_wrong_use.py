@@ -4,6 +4,7 @@ import json
 import runpy
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -53,6 +54,13 @@ CASES = {
     "wrong type": (["--group-size", "many"], ["--group-size", "many", "INT"]),
     "half-life 0": (["--future-kl-half-life", "0"], ["--future-kl-half-life 0", "None"]),
     "dual clip 0": (["--dual-clip", "0"], ["--dual-clip 0", "None"]),
+    "negative temperature": (["--eval-temperature", "-1"], ["--eval-temperature -1"]),
+    "learning rate": (["--learning-rate", "nan"], ["--learning-rate nan"]),
+    "seed": (["--seed", "-1"], ["--seed -1"]),
+    "tracker": (["--track", "nosuch"], ["'nosuch'"]),
+    "no model in the folder": (["--model", "."], ["config.json"]),
+    "resume of nothing": (["--resume"], ["--resume", "fipo-tiny-seed1"]),
+    "runs folder": (["--runs-dir", "/proc/nope"], ["--runs-dir /proc/nope"]),
     "FSDP alone": (["--cpu-offload"], ["--cpu-offload", "torchrun"]),
 }
 
@@ -75,6 +83,33 @@ def test_a_missing_column_lists_those_present(capsys, monkeypatch, base_policy, 
     flags = ["--dataset", str(path), "--prompt-column", "problem_text", "--answer-column", "gold"]
     line = call(capsys, monkeypatch, "dapo.py", *flags)
     assert "'gold'" in line and "problem_text, result" in line
+
+
+def test_rows_without_a_prompt_or_a_gold(capsys, monkeypatch, base_policy, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for row, word in (
+        ({"problem": None, "answer": "1"}, "None"),
+        ({"problem": "1 2 ?", "answer": ""}, "no row"),
+        ({"problem": "1 2 ?", "answer": {"a": 1}}, "struct"),
+    ):
+        path.write_text(json.dumps(row) + "\n")
+        assert word in call(capsys, monkeypatch, "dapo.py", "--dataset", str(path))
+
+
+@pytest.mark.parametrize(
+    "answer", ["[float('nan')] * n", "[2.0] * n", "[None] * n", "[0.0]", "None", "0.5"]
+)
+def test_a_reward_that_is_no_list_of_numbers_between_0_and_1(answer, base_policy, tmp_path):
+    import common
+
+    path = tmp_path / "mine.py"
+    path.write_text(f"def f(prompts, responses, golds):\n    n = len(golds)\n    return {answer}\n")
+    reward = common.load_reward(f"{path}:f")
+    tokenizer = common.load_tokenizer(base_policy)
+    problem = common.Problem(0, "", [5], "1")
+    responses = [common.Response(np.array([5]), np.zeros(1), True) for _ in range(2)]
+    with pytest.raises(common.UsageError, match="--reward"):
+        common.judge([common.Group(0, problem, responses, [])], reward, tokenizer)
 
 
 def test_an_empty_data_set(capsys, monkeypatch, base_policy, tmp_path):
