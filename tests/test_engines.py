@@ -185,6 +185,7 @@ def test_a_missing_or_wrong_weight_name_raises(base_policy):
 def test_stop_ids_are_the_union_of_tokenizer_and_generation_config(base_policy, tmp_path):
     tokenizer = common.load_tokenizer(base_policy)
     tokenizer.save_pretrained(tmp_path)
+    tiny.make_config().save_pretrained(tmp_path)
     common.GenerationConfig(eos_token_id=[1, 7]).save_pretrained(tmp_path)
     assert common.stop_token_ids(str(tmp_path), tokenizer) == sorted({1, 7})
 
