@@ -57,7 +57,16 @@ from transformers import (
 
 import tiny
 import verifier
-from engines import Engine, HFEngine, Response, Sampling, VLLMEngine, row_seed
+from engines import (
+    Engine,
+    HFEngine,
+    Response,
+    Sampling,
+    VLLMEngine,
+    random_states,
+    row_seed,
+    set_random_states,
+)
 from models import Policy, full_weights
 
 transformers.utils.logging.disable_progress_bar()
@@ -638,7 +647,7 @@ class Group:
 
 def make_engine(args, policy: nn.Module, tokenizer, accelerator: Accelerator) -> Engine:
     """The engine that args.rollout_engine names; auto is vLLM where it is installed and a GPU is
-    present, else hf. Raises UsageError where it cannot hold a prompt with its response."""
+    present, else hf."""
     kind, installed = args.rollout_engine, importlib.util.find_spec("vllm") is not None
     require(kind != "vllm" or installed, "--rollout-engine vllm needs vllm: requirements-gpu.txt")
     model, stop_ids = resolve_model(args.model), stop_token_ids(args.model, tokenizer)
@@ -916,6 +925,7 @@ class Run:
         self.start_time, self.tokens, self.timings = time.time(), 0, defaultdict(float)
         self.step_start, self.stop_requested, self.bar = time.perf_counter(), False, None
         self.tracker_works, self.warned_of_collapse = bool(args.track), False
+        self.stopping = False  # decided once a step, in save_if_due, by all ranks alike
         self.past: dict[str, list[float]] = defaultdict(list)
         if self.is_main:
             try:
@@ -971,7 +981,8 @@ class Run:
         self.timings[f"time/{name}_s"] += time.perf_counter() - start
 
     def steps(self, start: int) -> Iterator[int]:
-        """Steps start + 1, ..., args.num_steps with a progress bar; ends early after a signal."""
+        """Steps start + 1, ..., num_steps with a progress bar; ends early where save_if_due has
+        seen a signal, so that a run never ends without its checkpoint."""
         self.bar = tqdm(
             total=self.args.num_steps,
             initial=start,
@@ -985,7 +996,7 @@ class Run:
             self.step_start = time.perf_counter()
             yield step
             self.bar.update()
-            if self.should_stop():
+            if self.stopping:
                 break
         self.bar.close()
 
@@ -1070,7 +1081,8 @@ class Run:
         """Save every save_every steps, at the last one, and where a signal asks to stop. A
         collective."""
         due = step % self.args.save_every == 0 or step == self.args.num_steps
-        if self.should_stop() or due:
+        self.stopping = self.should_stop()
+        if self.stopping or due:
             self.save(step, policy, optimizer, **state)
 
     # A checkpoint is written to a temporary folder, marked complete last, and renamed.
@@ -1088,8 +1100,7 @@ class Run:
             zip(("model", "optim"), get_state_dict(policy, optimizer.optimizer), strict=True)
         )
         dcp.save(weights, checkpoint_id=partial / "weights")
-        rng = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        torch.save(rng, partial / f"rng-{self.accelerator.process_index}.pt")
+        torch.save(random_states(), partial / f"rng-{self.accelerator.process_index}.pt")
         self.accelerator.wait_for_everyone()
         if self.is_main:
             state |= {"step": step, "tokens": self.tokens, "seconds": time.time() - self.start_time}
@@ -1141,10 +1152,7 @@ class Run:
         )
         saved_rng = folder / f"rng-{self.accelerator.process_index}.pt"
         if saved_rng.exists():  # absent on a rank that the saved run did not have
-            rng = torch.load(saved_rng, weights_only=False)
-            random.setstate(rng[0])
-            np.random.set_state(rng[1])
-            torch.set_rng_state(rng[2])
+            set_random_states(torch.load(saved_rng, weights_only=False))
         return state
 
     def _keep_logs_up_to(self, step: int) -> None:
@@ -1155,7 +1163,7 @@ class Run:
                 path.write_text("".join(x for x in whole if json.loads(x)["step"] <= step))
 
     def finish(self) -> None:
-        """Close the tracker, draw the curves, print the closing table, leave the process group."""
+        """Close the tracker, draw the curves, print the closing table."""
         if self.tracker_works:
             self._track(self.accelerator.end_training)
         if self.is_main:

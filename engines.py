@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from models import full_weights
 
@@ -48,15 +48,24 @@ def row_seed(*parts: int) -> int:
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def random_states() -> tuple:
+    """The states of Python's, numpy's and torch's random generators."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_random_states(states: tuple) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
 @contextmanager
 def preserve_rng():
     """Leave Python's, numpy's and torch's random states as they were: building a vLLM engine and
     each of its generate calls change them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = random_states()
     yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
+    set_random_states(states)
 
 
 class Engine:
@@ -195,6 +204,9 @@ class VLLMEngine(Engine):
     def __init__(self, args, model: str, stop_ids, accelerator):
         super().__init__(stop_ids, args.tensor_parallel, accelerator)
         self.cuda, self.asleep = torch.cuda.is_available(), set()
+        with torch.device("meta"):
+            shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        self.names = set(shell.state_dict())  # of the weights that a sync must send
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         max_context = args.max_prompt_tokens + args.max_response_tokens
@@ -245,10 +257,9 @@ class VLLMEngine(Engine):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
             self.llm.reset_prefix_cache()  # cached prefixes belong to the old weights
         # vLLM only warns of a missing name, and keeps its old values.
-        with torch.device("meta"):
-            expected = set(AutoModelForCausalLM.from_config(policy.lm.config).state_dict())
-        if set(sent) != expected:
-            raise RuntimeError(f"weights sent and expected differ: {sorted(set(sent) ^ expected)}")
+        if set(sent) != self.names:
+            differ = sorted(set(sent) ^ self.names)
+            raise RuntimeError(f"weights sent and expected differ: {differ}")
 
     def generate(self, prompt_ids, n, sampling, seeds):
         from vllm import SamplingParams

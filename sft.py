@@ -154,9 +154,8 @@ def main(args: Args, preset: str) -> None:
         len(examples) >= args.batch_size,
         f"{len(examples)} usable solutions are fewer than --batch-size {args.batch_size}",
     )
-    steps_per_epoch = (
-        len(examples) // args.batch_size
-    )  # an epoch's incomplete last batch is dropped
+    # The incomplete last batch of an epoch is dropped.
+    steps_per_epoch = len(examples) // args.batch_size
     run = Run("sft", preset, args, accelerator)
     start = run.resume(policy, optimizer).get("step", 0)
 
@@ -198,9 +197,8 @@ def main(args: Args, preset: str) -> None:
         run.log(step, metrics, groups, tokenizer)
         if step % steps_per_epoch == 0 or step == args.num_steps:
             export(policy, tokenizer, run.folder / f"epoch-{epoch + 1}", accelerator)
-        if step % args.save_every == 0 or step == args.num_steps or run.should_stop():
-            run.save(step, policy, optimizer)
-    if run.should_stop():  # a half-trained model must not pass for the base policy
+        run.save_if_due(step, policy, optimizer)  # collective
+    if run.stopping:  # a half-trained model must not pass for the base policy
         raise SystemExit("stopped by a signal before the last step; no final model was exported")
     if args.export:
         export(policy, tokenizer, args.export, accelerator)

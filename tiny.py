@@ -131,9 +131,7 @@ CACHE = Path(__file__).resolve().parent / ".cache"
 
 def untrained_policy() -> str:
     """The folder of a model with random weights, made on first use; sft.py starts from it."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_config())
-    return _cached("untrained", lambda folder: _save(model, folder))
+    return _cached("untrained", _initialize)
 
 
 def base_policy() -> str:
@@ -155,9 +153,10 @@ def _cached(name: str, make: Callable[[Path], None]) -> str:
     return str(folder)
 
 
-def _save(model, folder: Path) -> None:
+def _initialize(folder: Path) -> None:
+    torch.manual_seed(0)
     partial = folder.with_suffix(".partial")
-    model.save_pretrained(partial)
+    AutoModelForCausalLM.from_config(make_config()).save_pretrained(partial)
     make_tokenizer().save_pretrained(partial)
     partial.rename(folder)
 
