@@ -1,7 +1,9 @@
 """common: what no paper has an equation for. Data, models, rollouts, batches, checkpoints, logs.
 
 Nothing here knows an algorithm's name. The sections, in the order in which a run uses them:
-    1 Token math   2 Runtime   3 Data   4 Models   5 Rollout   6 Batches   7 Optimizer   8 Run
+    1 Token math   2 Data   3 Models   4 Rollout   5 Batches   6 Optimizer   7 Run
+Four modules beside it hold what has a subject of its own, and common hands their names on:
+    runtime (command line, Accelerate)   models (policy and critic)   engines   metrics
 Functions that take `args` read only fields that every RL script has.
 
 Dimensions (the only letters used for shapes in this repository):
@@ -13,14 +15,12 @@ After the rollout every per-token tensor is [B, T]: response tokens only, EOS in
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import importlib.util
-import io
 import json
 import math
 import os
-import random
-import re
 import resource
 import shutil
 import signal
@@ -38,18 +38,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
-import tyro
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.tracking import get_available_trackers
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerBase,
@@ -67,7 +65,21 @@ from engines import (
     row_seed,
     set_random_states,
 )
-from models import Policy, full_weights
+from metrics import auc as auc
+from metrics import best_cut as best_cut
+from metrics import explained_variance as explained_variance
+from metrics import final_box as final_box
+from metrics import left_band as left_band
+from metrics import majority_vote, pass_at_k
+from metrics import pass_at_k_plugin as pass_at_k_plugin
+from metrics import restatements as restatements
+from metrics import statement_stats as statement_stats
+from metrics import within_problem_auc as within_problem_auc
+from models import Critic, Policy, full_weights
+from runtime import UsageError, require
+from runtime import check_args as check_args
+from runtime import launch as launch
+from runtime import make_accelerator as make_accelerator
 
 transformers.utils.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves
@@ -124,208 +136,8 @@ def logprob_gap(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) ->
     return {"rollout/logprob_gap_mean": gap.sum(), "rollout/logprob_gap_max": gap.max()}
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the entries where mask is nonzero; 0 if
-    Var(returns) = 0. At most 1; 0 for a constant prediction, negative for a worse one."""
-    keep = mask.bool()
-    values, returns = values[keep].double(), returns[keep].double()
-    if returns.numel() == 0 or returns.max() == returns.min():
-        return 0.0
-    return float(1 - (returns - values).var(unbiased=False) / returns.var(unbiased=False))
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples is right): 1 - C(n-c, k) / C(n, k) (Chen et
-    al. 2021). Raises ValueError when k exceeds num_samples, where no such estimate exists."""
-    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
-        raise ValueError(
-            f"pass_at_k needs 1 <= k <= num_samples, got {k=}, {num_samples=}, {num_correct=}"
-        )
-    # A product of ratios, for factorials overflow; a factor is 0 where every k-subset is right.
-    return 1.0 - math.prod((num_samples - num_correct - i) / (num_samples - i) for i in range(k))
-
-
-def pass_at_k_plugin(num_samples: int, num_correct: int, k: int) -> float:
-    """The plug-in estimate 1 - (1 - c/n)^k; defined for every k, and biased downward."""
-    return 1.0 - (1.0 - num_correct / num_samples) ** k
-
-
-def majority_vote(answers: list[str | None]) -> str | None:
-    """The most frequent answer. An answer joins the first class whose first member it equals (by
-    the verifier); None (no answer) never wins; ties go to the class seen first."""
-    classes: list[tuple[str, int]] = []
-    for answer in answers:
-        if answer is None:
-            continue
-        for i, (first, count) in enumerate(classes):
-            if answer == first or verifier.verify(f"\\boxed{{{answer}}}", first):
-                classes[i] = (first, count + 1)
-                break
-        else:
-            classes.append((answer, 1))
-    return max(classes, key=lambda c: c[1])[0] if classes else None
-
-
-def auc(scores, correct) -> float:
-    """Area under the ROC curve: P(a right one scores above a wrong one), ties count half (the
-    Mann-Whitney statistic). scores, correct [N]. NaN when one class is empty."""
-    scores, correct = np.asarray(scores, dtype=np.float64), np.asarray(correct).astype(bool)
-    num_right, num_wrong = int(correct.sum()), int((~correct).sum())
-    if num_right == 0 or num_wrong == 0:
-        return float("nan")
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[
-        inverse
-    ]  # mid-ranks: tied scores share their mean rank
-    return float((ranks[correct].sum() - num_right * (num_right + 1) / 2) / (num_right * num_wrong))
-
-
-def within_problem_auc(scores, correct, problem_ids) -> float:
-    """Mean AUC over the problems with both outcomes and at least 3 rollouts; NaN where none is.
-    It asks whether scores rank answers, not whether they rank problems."""
-    scores, correct, problem_ids = map(np.asarray, (scores, correct, problem_ids))
-    members = [problem_ids == p for p in np.unique(problem_ids)]
-    aucs = [auc(scores[m], correct[m]) for m in members if m.sum() >= 3]
-    aucs = [a for a in aucs if not math.isnan(a)]
-    return float(np.mean(aucs)) if aucs else float("nan")
-
-
 # ==================================================================================================
-# 2 Runtime
-# ==================================================================================================
-
-
-class UsageError(ValueError):
-    """Wrong settings, files or data. Raised at start; `launch` prints it as one line."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise UsageError unless condition. The message names the value, the limit and the way out."""
-    if not condition:
-        raise UsageError(message)
-
-
-def launch(main: Callable, args_type: type, presets: dict, doc: str) -> None:
-    """Run `script.py [preset] [--flag value ...]`: parse, then main(args, preset).
-
-    Wrong use prints one line and exits with code 2; so that it lists what exists, unknown flags
-    are looked for before tyro sees them."""
-    argv, script = sys.argv[1:], Path(sys.argv[0]).name
-    preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
-    try:
-        require(preset in presets, f"unknown preset {preset!r}; {script} has: {', '.join(presets)}")
-        flags = [f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(args_type)]
-        for word in argv:
-            flag = word.split("=")[0].replace("_", "-")
-            known = flag in flags or flag == "--help" or flag.replace("--no-", "--") in flags
-            require(
-                known or not flag.startswith("--"),
-                f"unknown flag {word!r}; {script} has: {' '.join(flags)}",
-            )
-        summary = doc.strip().splitlines()[0]
-        box = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(box):
-                args = tyro.cli(
-                    args_type,
-                    default=presets[preset],
-                    args=argv,
-                    prog=f"{script} {preset}",
-                    description=f"{summary}\n\nusage: {script} [preset] [--flag value ...]\n"
-                    f"presets: {', '.join(presets)}. The defaults below are those of {preset}.",
-                )
-        except SystemExit as stop:
-            if stop.code in (0, None):  # --help
-                raise
-            raise UsageError(" ".join(re.sub("[─│╭╮╰╯]", " ", box.getvalue()).split())) from None
-        main(args, preset)
-    except UsageError as error:
-        rank = os.environ.get("RANK", "0")
-        where = script if rank == "0" else f"{script} (rank {rank})"
-        print(f"{where}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-
-
-def check_args(args) -> None:
-    """Refuse settings that no RL script can run with."""
-    counts = "num_steps prompts_per_step group_size max_response_tokens minibatch_size num_epochs"
-    counts += " eval_every save_every keep_last eval_problems eval_samples tensor_parallel"
-    for name in counts.split():
-        value = vars(args)[name]
-        require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
-    require(args.temperature > 0, f"--temperature {args.temperature} must be above 0 in training")
-    for name in ("seed", "warmup_steps", "decay_steps", "eval_temperature", "weight_decay"):
-        value = vars(args)[name]
-        require(value >= 0, f"--{name.replace('_', '-')} {value} must not be negative")
-    rate = args.learning_rate
-    require(0 < rate < math.inf, f"--learning-rate {rate} must be a positive number")
-    trackers = [tracker.value for tracker in get_available_trackers()]
-    require(
-        args.track in ("", *trackers),
-        f"--track {args.track!r} is not installed; there is: {', '.join(trackers) or 'none'}",
-    )
-    require(0 < args.eval_top_p <= 1, f"--eval-top-p {args.eval_top_p} must lie in (0, 1]")
-    longest = args.max_prompt_tokens + args.max_response_tokens
-    require(
-        args.tokens_per_microbatch >= longest,
-        f"--tokens-per-microbatch {args.tokens_per_microbatch} is below the longest sequence, "
-        f"max_prompt_tokens + max_response_tokens = {longest}; raise it",
-    )
-    require(
-        "RANK" in os.environ or not (args.activation_checkpointing or args.cpu_offload),
-        "--activation-checkpointing and --cpu-offload need FSDP: start the script with torchrun "
-        "--nproc_per_node N, or switch both off",
-    )
-    kinds, world = ("auto", "hf", "vllm"), int(os.environ.get("WORLD_SIZE", 1))
-    require(
-        args.rollout_engine in kinds,
-        f"--rollout-engine {args.rollout_engine!r}; use one of {', '.join(kinds)}",
-    )
-    require(
-        world % args.tensor_parallel == 0,
-        f"--tensor-parallel {args.tensor_parallel} does not divide the {world} processes",
-    )
-
-
-def make_accelerator(args) -> Accelerator:
-    """FSDP2 under torchrun (fp32 master weights, bf16 compute on a GPU, fp32 reduction); plain in
-    one process. On a CPU Accelerate drops the FSDP plugin silently; the assignments at the end
-    make it take the same path as on GPUs."""
-    cuda, sharded = torch.cuda.is_available(), "RANK" in os.environ  # set by torchrun
-    if cuda and args.cpu_offload:
-        os.environ["FSDP_OFFLOAD_PARAMS"] = "true"  # Accelerate then sets up gloo beside nccl
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=True,
-        auto_wrap_policy="transformer_based_wrap",
-        mixed_precision_policy=bf16 if cuda else MixedPrecisionPolicy(),
-        activation_checkpointing=args.activation_checkpointing,
-        cpu_offload=CPUOffloadPolicy(pin_memory=cuda) if args.cpu_offload else False,
-        cpu_ram_efficient_loading=False,
-        state_dict_type="SHARDED_STATE_DICT",
-    )
-    accelerator = Accelerator(
-        cpu=not cuda,
-        fsdp_plugin=plugin if sharded else None,
-        mixed_precision="bf16" if cuda else "no",
-        log_with=args.track or None,
-        project_dir=args.runs_dir,
-    )
-    if sharded and not cuda:
-        accelerator.state.fsdp_plugin = plugin
-        accelerator.state.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    return accelerator
-
-
-# ==================================================================================================
-# 3 Data
+# 2 Data
 # ==================================================================================================
 
 
@@ -451,10 +263,19 @@ def render_prompt(
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def load_problems(args, tokenizer) -> tuple[list[Problem], list[Problem]]:
-    """Training problems, and the first args.eval_problems of the evaluation set."""
-    train = load_dataset(args.dataset, "train", args, tokenizer)
-    return train, load_dataset(args.eval_dataset, "test", args, tokenizer)[: args.eval_problems]
+def load_problems(args, tokenizer) -> tuple[list[Problem], dict[str, list[Problem]]]:
+    """Training problems, and the evaluation suites."""
+    return load_dataset(args.dataset, "train", args, tokenizer), load_suites(args, tokenizer)
+
+
+def load_suites(args, tokenizer) -> dict[str, list[Problem]]:
+    """The first args.eval_problems problems of each set in args.eval_dataset (names or files,
+    separated by commas), by the name of the set or the file."""
+    names = [name.strip() for name in args.eval_dataset.split(",")]
+    return {
+        Path(name).stem: load_dataset(name, "test", args, tokenizer)[: args.eval_problems]
+        for name in names
+    }
 
 
 def load_dataset(dataset: str, split: str, args, tokenizer) -> list[Problem]:
@@ -528,22 +349,28 @@ def load_reward(name: str) -> Callable[[list[str], list[str], list[str]], list[f
 
 
 # ==================================================================================================
-# 4 Models (the policy module is in models.py)
+# 3 Models (the policy module is in models.py)
 # ==================================================================================================
 
 
-def resolve_model(name: str) -> str:
-    """A hub id or a local folder; "tiny" is the built-in base policy, made on first use, and
-    "tiny-untrained" the same model with random weights."""
+def resolve_model(name: str, flag: str = "--model") -> str:
+    """A hub id or a local folder; "tiny" is the built-in base policy, made on first use,
+    "tiny-untrained" the same model with random weights, and "tiny-pi_0" and "tiny-critic" are of
+    the newest tiny run that left both."""
     if name == "tiny":
         return tiny.base_policy()
     if name == "tiny-untrained":
         return tiny.untrained_policy()
+    if name in ("tiny-pi_0", "tiny-critic"):
+        try:
+            return str(tiny.newest_pair() / name.removeprefix("tiny-"))
+        except FileNotFoundError as error:
+            raise UsageError(str(error)) from None
     path = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
-    require(path.is_dir() or not looks_local, f"--model {name!r}: no such folder")
+    require(path.is_dir() or not looks_local, f"{flag} {name!r}: no such folder")
     is_model = not path.is_dir() or (path / "config.json").is_file()
-    require(is_model, f"--model {name!r}: the folder has no config.json")
+    require(is_model, f"{flag} {name!r}: the folder has no config.json")
     return str(path) if path.is_dir() else name
 
 
@@ -563,12 +390,13 @@ def load_lm(args) -> nn.Module:
     model = resolve_model(args.model)
     config = AutoConfig.from_pretrained(model)
     config.max_position_embeddings = args.max_context or config.max_position_embeddings
-    need, limit = args.max_prompt_tokens + args.max_response_tokens, config.max_position_embeddings
+    longest = max(args.max_response_tokens, args.eval_max_tokens or 0)
+    need, limit = args.max_prompt_tokens + longest, config.max_position_embeddings
     require(
         need <= limit,
-        f"--max-prompt-tokens {args.max_prompt_tokens} + --max-response-tokens "
-        f"{args.max_response_tokens} = {need} is over the {limit} positions of {args.model}; lower "
-        "them, or raise --max-context",
+        f"--max-prompt-tokens {args.max_prompt_tokens} + --max-response-tokens (or "
+        f"--eval-max-tokens) {longest} = {need} is over the {limit} positions of {args.model}; "
+        "lower them, or raise --max-context",
     )
     return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
 
@@ -584,13 +412,56 @@ def load_policy(args, accelerator: Accelerator):
 
 
 def load_reference(args, accelerator: Accelerator) -> nn.Module:
-    """The starting policy once more, never trained, placed and sharded like the policy."""
-    policy = Policy(load_lm(args)).requires_grad_(False)
+    """The starting policy once more, never trained."""
+    return freeze(Policy(load_lm(args)), accelerator)
+
+
+def load_critic(args, tokenizer) -> Critic:
+    """The value model in the folder args.critic; where that is None, the policy's weights with a
+    new scalar head. Not yet placed: a script trains or freezes it. Raises UsageError for a folder
+    without a value head, of another architecture or with another vocabulary."""
+    folder = resolve_model(args.critic or args.model, "--critic")
+    config = AutoConfig.from_pretrained(folder)
+    config.max_position_embeddings = args.max_context or config.max_position_embeddings
+    config.num_labels = 1
+    if args.critic:
+        kind, ours = config.model_type, AutoConfig.from_pretrained(resolve_model(args.model))
+        head = "ForTokenClassification" in "".join(config.architectures or [])
+        where = f"--critic {args.critic!r}"
+        require(head, f"{where} has no value head; take the critic folder of a run")
+        require(
+            kind == ours.model_type,
+            f"{where} is a {kind} model, and the policy a {ours.model_type}; they must agree",
+        )
+        theirs = AutoTokenizer.from_pretrained(folder).get_vocab()
+        require(
+            theirs == tokenizer.get_vocab(),
+            f"{where} has another vocabulary ({len(theirs)} tokens) than the policy "
+            f"({len(tokenizer.get_vocab())}); take a critic trained with this tokenizer",
+        )
+    transformers.utils.logging.set_verbosity_error()  # it reports a new head: we asked for one
+    lm = AutoModelForTokenClassification.from_pretrained(folder, config=config, dtype=torch.float32)
+    transformers.utils.logging.set_verbosity_warning()
+    return Critic(lm)
+
+
+def freeze(module: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """A module that is never trained, placed and sharded like the policy."""
+    module.requires_grad_(False)
     if accelerator.distributed_type == DistributedType.FSDP:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-        return fsdp2_prepare_model(accelerator, policy)
-    return policy.to(accelerator.device)
+        return fsdp2_prepare_model(accelerator, module)
+    return module.to(accelerator.device)
+
+
+def fingerprint(folder: str) -> str:
+    """A hash of the weights in a model folder."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(resolve_model(folder)).glob("*.safetensors")):
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -611,18 +482,19 @@ def reshard(module: nn.Module) -> None:
         module.reshard()
 
 
-def export(policy: nn.Module, tokenizer, folder: str | Path, accelerator: Accelerator) -> None:
-    """Write a Hugging Face folder, which transformers and vLLM load. A collective; rank 0 writes,
-    from one copy in CPU memory. The folder appears whole or not at all."""
+def export(module: nn.Module, tokenizer, folder: str | Path, accelerator: Accelerator) -> None:
+    """Write a policy or a critic as a Hugging Face folder, which transformers (and vLLM, a policy)
+    loads. A collective; rank 0 writes, from one copy in CPU memory. The folder appears whole or
+    not at all."""
     weights = {}
-    for name, tensor in full_weights(policy):
+    for name, tensor in full_weights(module):
         if accelerator.is_main_process:
             weights[name] = tensor.to("cpu", copy=True)
     if accelerator.is_main_process:
         partial = Path(f"{folder}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(policy.lm.config)
+            shell = type(module.lm)(module.lm.config)
         shell.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
@@ -631,7 +503,7 @@ def export(policy: nn.Module, tokenizer, folder: str | Path, accelerator: Accele
 
 
 # ==================================================================================================
-# 5 Rollout (the engines are in engines.py)
+# 4 Rollout (the engines are in engines.py)
 # ==================================================================================================
 
 
@@ -680,12 +552,20 @@ def sample(
     return [Group(i, problem, a, []) for (i, problem), a in zip(share, answers, strict=True)]
 
 
+def response_texts(groups: list[Group], tokenizer) -> list[str]:
+    """The texts of all responses, without special tokens."""
+    ids = [response.token_ids for group in groups for response in group.responses]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
 def judge(groups: list[Group], reward: Callable, tokenizer) -> list[Group]:
     """The groups with their verdicts. The reward sees the tokens of the response alone, so a box or
     an example in the prompt cannot be graded."""
-    rows = [(group.problem, response) for group in groups for response in group.responses]
-    texts = tokenizer.batch_decode([r.token_ids for _, r in rows], skip_special_tokens=True)
-    verdicts = reward([p.prompt for p, _ in rows], texts, [p.gold for p, _ in rows])
+    texts, rows = (
+        response_texts(groups, tokenizer),
+        [g.problem for g in groups for _ in g.responses],
+    )
+    verdicts = reward([p.prompt for p in rows], texts, [p.gold for p in rows])
     require(np.ndim(verdicts) == 1, f"--reward must return a list of numbers, not {verdicts!r:.80}")
     require(
         len(verdicts) == len(rows), f"--reward gave {len(verdicts)} numbers for {len(rows)} rows"
@@ -706,6 +586,11 @@ def gather_groups(groups: list[Group], engine: Engine) -> list[Group]:
     return sorted(gather_object(groups if engine.member == 0 else []), key=lambda g: g.number)
 
 
+def problem_ids_of(groups: list[Group]) -> list[int]:
+    """One number per response, the same for the responses to one prompt of the batch."""
+    return [group.number for group in groups for _ in group.responses]
+
+
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     """Accuracy and lengths of gathered groups, the same on every rank. A collective, for the
     errors of all verifiers since start are added up."""
@@ -724,34 +609,47 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def evaluate(args, engine: Engine, problems: list[Problem], reward, tokenizer) -> dict[str, float]:
-    """avg@k, maj@k and pass@k over the evaluation problems, each problem weighing the same, and
-    k = args.eval_samples. A collective. Seeds do not depend on the step: two evaluations of the
-    same weights agree."""
-    sampling = Sampling(args.max_response_tokens, args.eval_temperature, args.eval_top_p)
+def evaluate(args, engine: Engine, suites: dict, reward, tokenizer) -> dict[str, float]:
+    """avg@k, maj@k and pass@k of the evaluation suites, k = args.eval_samples, each problem of a
+    suite weighing the same. Of several suites, their macro average and each one's own. A
+    collective. Seeds do not depend on the step: two evaluations of the same weights agree."""
+    found = {
+        name: evaluate_suite(args, engine, problems, reward, tokenizer)
+        for name, problems in suites.items()
+    }
+    metrics = {
+        f"eval/{key}": float(np.mean([suite[key] for suite in found.values()]))
+        for key in next(iter(found.values()))
+    }
+    if len(found) > 1:
+        metrics |= {f"eval/{name}/{key}": x for name in found for key, x in found[name].items()}
+    return metrics
+
+
+def evaluate_suite(args, engine: Engine, problems: list[Problem], reward, tokenizer) -> dict:
+    max_tokens = args.eval_max_tokens or args.max_response_tokens
+    sampling = Sampling(max_tokens, args.eval_temperature, args.eval_top_p)
     drawn = list(enumerate(problems))
     groups = sample(engine, drawn, args.eval_samples, sampling, args.seed, 1)
     groups = gather_groups(judge(groups, reward, tokenizer), engine)
     k, num_correct = args.eval_samples, [sum(c > 0.5 for c in g.correct) for g in groups]
     votes = []
     for group in groups:
-        texts = tokenizer.batch_decode(
-            [r.token_ids for r in group.responses], skip_special_tokens=True
-        )
+        texts = response_texts([group], tokenizer)
         vote = majority_vote([verifier.extract_answer(text) for text in texts])
         votes.append(vote is not None and verifier.verify(f"\\boxed{{{vote}}}", group.problem.gold))
     responses = [response for group in groups for response in group.responses]
     return {
-        "eval/avg_at_k": float(np.mean([group.correct for group in groups])),
-        "eval/maj_at_k": float(np.mean(votes)),
-        "eval/pass_at_k": float(np.mean([pass_at_k(k, c, k) for c in num_correct])),
-        "eval/response_tokens_mean": float(np.mean([len(r.token_ids) for r in responses])),
-        "eval/truncated_frac": float(np.mean([not r.finished for r in responses])),
+        "avg_at_k": float(np.mean([group.correct for group in groups])),
+        "maj_at_k": float(np.mean(votes)),
+        "pass_at_k": float(np.mean([pass_at_k(k, c, k) for c in num_correct])),
+        "response_tokens_mean": float(np.mean([len(r.token_ids) for r in responses])),
+        "truncated_frac": float(np.mean([not r.finished for r in responses])),
     }
 
 
 # ==================================================================================================
-# 6 Batches
+# 5 Batches
 # ==================================================================================================
 
 
@@ -771,6 +669,11 @@ class Batch:
         """What Policy.forward takes for these rows; ids are cut to the longest of them."""
         lengths = self.prompt_lengths[rows], self.response_lengths[rows]
         return self.ids[rows, : int(sum(lengths).max())], *lengths, self.mask.shape[1]
+
+    def merged(self, num: int) -> list[Tensor]:
+        """Minibatches of num consecutive ones each."""
+        starts = range(0, len(self.minibatches), num)
+        return [torch.cat(self.minibatches[i : i + num]) for i in starts]
 
 
 def make_batch(
@@ -834,18 +737,41 @@ def microbatches(
     return pieces + [(minibatch[order[-1:]], 0)] * (int(most) - len(pieces))
 
 
+def gather_rows(x: Tensor, batch: Batch, accelerator: Accelerator) -> Tensor:
+    """One number per response, x [b] of this rank's rows, as a CPU tensor [B] in the order of the
+    whole batch, on every rank. A collective."""
+    pairs = gather_object(list(zip(batch.rows.tolist(), x.tolist(), strict=True)))
+    whole = dict(pairs)  # a row that a rank repeats appears twice, with the same number
+    return torch.tensor([whole[row] for row in range(len(whole))])
+
+
+def mean_and_variance(x: Tensor, mask: Tensor, accelerator: Accelerator) -> tuple[Tensor, Tensor]:
+    """Mean and population variance over the masked entries of all ranks, fp64; 0 and 0 where there
+    is none. Two collectives: the second sums squares about the mean, not about 0, which would
+    cancel."""
+    x = torch.where(mask, x.double(), 0.0)
+    total, count = accelerator.reduce(torch.stack([x.sum(), mask.sum().double()]))
+    mean = total / count.clamp(min=1)
+    squares = torch.where(mask, (x - mean) ** 2, 0.0).sum()
+    return mean, accelerator.reduce(squares) / count.clamp(min=1)
+
+
 # ==================================================================================================
-# 7 Optimizer
+# 6 Optimizer
 # ==================================================================================================
+
+
+def warmup(step: int, warmup_steps: int) -> float:
+    """Share of the peak learning rate at step 1, 2, ...: linear to 1, then constant."""
+    return min(1.0, step / max(1, warmup_steps))
 
 
 def scheduled_learning_rate(step: int, args) -> float:
     """Learning rate of step 1, 2, ...: linear warm-up, constant, and over the last decay_steps
     linear to about 0. A function of the step, so there is no scheduler state. Steps are rollout
     batches, not optimizer updates."""
-    warmup = step / max(1, args.warmup_steps)
     decay = (args.num_steps - step + 1) / args.decay_steps if args.decay_steps else 1.0
-    return args.learning_rate * min(1.0, warmup, decay)
+    return args.learning_rate * min(warmup(step, args.warmup_steps), decay)
 
 
 def set_learning_rate(optimizer, learning_rate: float) -> None:
@@ -866,13 +792,13 @@ def count_bad_steps(bad_steps: int, grad_norm: Tensor, args) -> int:
 
 
 # ==================================================================================================
-# 8 Run
+# 7 Run
 # ==================================================================================================
 
 
 class Meter:
     """Sums and counts of one step. A metric is its sum over all updates and ranks by its count,
-    divided once; names that end in _min or _max are extremes."""
+    divided once; names that end in min or max are extremes."""
 
     def __init__(self):
         self.sums: dict[str, Tensor] = {}
@@ -881,10 +807,10 @@ class Meter:
     def add(self, stats: dict[str, Tensor | float], count: Tensor | float) -> None:
         for name, value in stats.items():
             value = torch.as_tensor(value).detach().double()
-            old = self.sums.get(name, value if name.endswith(("_min", "_max")) else 0.0)
-            if name.endswith("_min"):
+            old = self.sums.get(name, value if name.endswith(("min", "max")) else 0.0)
+            if name.endswith("min"):
                 self.sums[name] = torch.minimum(old, value)
-            elif name.endswith("_max"):
+            elif name.endswith("max"):
                 self.sums[name] = torch.maximum(old, value)
             else:
                 self.sums[name] = old + value
@@ -901,7 +827,7 @@ class Meter:
         means = sums / counts.clamp(min=1)
         return {
             name: float(
-                (low if name.endswith("_min") else high if name.endswith("_max") else means)[i]
+                (low if name.endswith("min") else high if name.endswith("max") else means)[i]
             )
             for i, name in enumerate(names)
         }
@@ -1077,29 +1003,27 @@ class Run:
         if self.bar is not None:
             self.bar.set_postfix(shown, refresh=False)
 
-    def save_if_due(self, step: int, policy: nn.Module, optimizer, **state) -> None:
+    def save_if_due(self, step: int, *trained: tuple, **state) -> None:
         """Save every save_every steps, at the last one, and where a signal asks to stop. A
         collective."""
         due = step % self.args.save_every == 0 or step == self.args.num_steps
         self.stopping = self.should_stop()
         if self.stopping or due:
-            self.save(step, policy, optimizer, **state)
+            self.save(step, *trained, **state)
 
     # A checkpoint is written to a temporary folder, marked complete last, and renamed.
 
-    def save(self, step: int, policy: nn.Module, optimizer, **state) -> None:
-        """Save what the next step depends on: weights and optimizer (sharded), every rank's random
-        state, and `state`: small JSON values such as the data cursor. A collective."""
+    def save(self, step: int, *trained: tuple, **state) -> None:
+        """Save what the next step depends on: each trained (module, optimizer) pair, sharded, every
+        rank's random state, and `state`: small JSON values such as the data cursor. A
+        collective."""
         final = self.folder / "checkpoints" / f"step-{step:06d}"
         partial = final.with_name(f"partial-{step:06d}")
         if self.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
-        weights = dict(
-            zip(("model", "optim"), get_state_dict(policy, optimizer.optimizer), strict=True)
-        )
-        dcp.save(weights, checkpoint_id=partial / "weights")
+        dcp.save(weights_of(trained), checkpoint_id=partial / "weights")
         torch.save(random_states(), partial / f"rng-{self.accelerator.process_index}.pt")
         self.accelerator.wait_for_everyone()
         if self.is_main:
@@ -1116,40 +1040,46 @@ class Run:
         """Complete checkpoints, oldest first; a folder without its mark does not count."""
         return sorted(mark.parent for mark in self.folder.glob("checkpoints/step-*/complete"))
 
-    def resume(self, policy: nn.Module, optimizer) -> dict:
-        """With args.resume, load the newest complete checkpoint; returns its state, or {} where
-        there is none. Later lines of the logs are dropped. A collective."""
+    def resume(self, *trained: tuple) -> dict:
+        """With args.resume, load the newest complete checkpoint into the (module, optimizer) pairs;
+        returns its state, or {} where there is none. Later lines of the logs are dropped. A
+        collective."""
         if not self.args.resume:
             return {}
-        found = self.checkpoints()
-        if not found:
+        if not self.checkpoints():
             self._keep_logs_up_to(-1)
             self.warn(f"{self.folder} has no complete checkpoint; starting from step 0")
             return {}
-        for path in reversed(found):
+        state = self.load_newest(*trained)
+        self.tokens, self.start_time = state["tokens"], time.time() - state["seconds"]
+        self._keep_logs_up_to(state["step"])
+        return state
+
+    def load_newest(self, *trained: tuple) -> dict:
+        """Load the newest checkpoint that is whole; returns its state. A collective."""
+        for path in reversed(self.checkpoints()):
             try:
-                state = self._load(path, policy, optimizer.optimizer)
+                state = self._load(path, trained)
                 break
             except (Exception, CheckpointException) as error:  # damaged; an older one may be whole
                 self.warn(f"{path} does not load ({type(error).__name__}); trying the one before")
         else:
             raise UsageError(f"no checkpoint of {self.folder} loads; move the run away, start anew")
-        self.tokens, self.start_time = state["tokens"], time.time() - state["seconds"]
-        self._keep_logs_up_to(state["step"])
         if self.is_main:
-            print(f"resuming from {path}")
+            print(f"loaded {path}")
         return state
 
-    def _load(self, folder: Path, policy: nn.Module, optimizer) -> dict:
+    def _load(self, folder: Path, trained: tuple) -> dict:
         state = json.loads((folder / "state.json").read_text())
-        weights = dict(zip(("model", "optim"), get_state_dict(policy, optimizer), strict=True))
+        weights = weights_of(trained)
         dcp.load(weights, checkpoint_id=folder / "weights")
-        set_state_dict(
-            policy,
-            optimizer,
-            model_state_dict=weights["model"],
-            optim_state_dict=weights["optim"],
-        )
+        for i, (module, optimizer) in enumerate(trained):
+            set_state_dict(
+                module,
+                optimizer.optimizer,
+                model_state_dict=weights[f"model-{i}"],
+                optim_state_dict=weights[f"optim-{i}"],
+            )
         saved_rng = folder / f"rng-{self.accelerator.process_index}.pt"
         if saved_rng.exists():  # absent on a rank that the saved run did not have
             set_random_states(torch.load(saved_rng, weights_only=False))
@@ -1172,6 +1102,14 @@ class Run:
             print(pictures.summary(self.folder))
             print(f"curves: {pictures.curves([self.folder], self.folder / 'curves.png')}")
         self.accelerator.wait_for_everyone()
+
+
+def weights_of(trained: tuple) -> dict[str, dict]:
+    """Weights and optimizer states of (module, optimizer) pairs, as the checkpoint names them."""
+    weights = {}
+    for i, (module, optimizer) in enumerate(trained):
+        weights[f"model-{i}"], weights[f"optim-{i}"] = get_state_dict(module, optimizer.optimizer)
+    return weights
 
 
 def peak_memory_gb() -> float:

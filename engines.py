@@ -209,7 +209,8 @@ class VLLMEngine(Engine):
         self.names = set(shell.state_dict())  # of the weights that a sync must send
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        max_context = args.max_prompt_tokens + args.max_response_tokens
+        longest = max(args.max_response_tokens, args.eval_max_tokens or 0)
+        max_context = args.max_prompt_tokens + longest
         if self.cuda:  # a share of the GPU's memory
             limits = {"gpu_memory_utilization": args.engine_memory}
         else:  # gigabytes of KV cache; seeded requests crash where a prompt is split over two steps

@@ -91,11 +91,12 @@ class Args:
     prompt_template: str | None = None  # text around a plain prompt, with {problem} in it
     max_prompt_tokens: int = 16  # longer prompts are dropped when the data is loaded, with a count
     reward: str = "tiny.py:reward"  # verifier, or path.py:function(prompts, responses, golds)
-    eval_dataset: str = "tiny"  # held-out problems, named like dataset
-    eval_problems: int = 256  # how many of them, from the start of the set
+    eval_dataset: str = "tiny"  # held-out problems, named like dataset; several: with commas
+    eval_problems: int = 256  # how many of each set, from its start
     eval_samples: int = 4  # responses per evaluation problem: k of avg@k, maj@k and pass@k
     eval_temperature: float = 1.0  # sampling temperature of the evaluation; 0 is greedy
     eval_top_p: float = 1.0  # nucleus sampling of the evaluation
+    eval_max_tokens: int | None = None  # limit of an evaluation response; default: as in training
     # Rollout
     rollout_engine: str = "auto"  # hf, vllm, or auto: vllm where it is installed and a GPU is there
     tensor_parallel: int = 1  # ranks that share one vLLM engine
@@ -147,17 +148,10 @@ def check(args: Args) -> None:
         "--group-size 1 never has mixed outcomes; use 2 or more, or --no-dynamic-sampling",
     )
     require(
-        batch % minibatch == 0,
-        f"--minibatch-size {minibatch} does not divide prompts_per_step x group_size = {batch}",
-    )
-    require(
         args.gen_prompts >= 1 and args.max_gen_batches >= 1,
         f"--gen-prompts {args.gen_prompts} or --max-gen-batches {args.max_gen_batches} is below 1",
     )
-    require(
-        args.dual_clip is None or args.dual_clip > 1,
-        f"--dual-clip {args.dual_clip} must be above 1, or None",
-    )
+    require(args.decay_steps >= 0, f"--decay-steps {args.decay_steps} must not be negative")
     require(
         0 <= args.overlong_buffer <= args.max_response_tokens,
         f"--overlong-buffer {args.overlong_buffer} must lie between 0 and --max-response-tokens, "
@@ -349,7 +343,7 @@ def main(args: Args, preset: str) -> None:
     check(args)
     accelerator = make_accelerator(args)
     tokenizer = load_tokenizer(args.model)
-    problems, eval_problems = load_problems(args, tokenizer)
+    problems, suites = load_problems(args, tokenizer)
     reward_function = load_reward(args.reward)
     policy, optimizer = load_policy(args, accelerator)
     reference = load_reference(args, accelerator) if args.kl_coef > 0 else None
@@ -358,12 +352,13 @@ def main(args: Args, preset: str) -> None:
     shaping = args.max_response_tokens, args.overlong_buffer, args.overlong_penalty
     # Each parameter of policy_loss after num_tokens has the name of its flag.
     settings = {k: v for k, v in vars(args).items() if k in signature(policy_loss).parameters}
+    trained = policy, optimizer  # what a checkpoint holds
     run = Run("fipo", preset, args, accelerator)
-    state = run.resume(policy, optimizer)  # empty without --resume
+    state = run.resume(trained)  # empty without --resume
     cursor, bad_steps = state.get("cursor", 0), state.get("bad_steps", 0)
     engine.sync_weights(policy)
     if not state:
-        run.log(0, evaluate(args, engine, eval_problems, reward_function, tokenizer), [], tokenizer)
+        run.log(0, evaluate(args, engine, suites, reward_function, tokenizer), [], tokenizer)
 
     for step in run.steps(state.get("step", 0)):
         meter = Meter()  # sums over this step's updates, reduced over ranks once, below
@@ -390,7 +385,7 @@ def main(args: Args, preset: str) -> None:
         run.warn_if_short(step, len(groups), gen_batches, verdicts)
         if not groups:  # on all ranks alike: nothing to learn from
             run.log(step, {"train/skipped_steps": 1}, [], tokenizer)
-            run.save_if_due(step, policy, optimizer, cursor=cursor, bad_steps=bad_steps)
+            run.save_if_due(step, trained, cursor=cursor, bad_steps=bad_steps)
             continue
         engine.sleep()  # vLLM leaves the GPU's memory to the update
 
@@ -454,9 +449,9 @@ def main(args: Args, preset: str) -> None:
         }
         metrics["train/collapse_signals"] = run.collapse_signals(metrics)
         if step % args.eval_every == 0 or step == args.num_steps:
-            metrics |= evaluate(args, engine, eval_problems, reward_function, tokenizer)
+            metrics |= evaluate(args, engine, suites, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
-        run.save_if_due(step, policy, optimizer, cursor=cursor, bad_steps=bad_steps)  # collective
+        run.save_if_due(step, trained, cursor=cursor, bad_steps=bad_steps)  # collective
     export(policy, tokenizer, run.folder / "model", accelerator)
     run.finish()
 

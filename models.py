@@ -1,4 +1,5 @@
-"""models: the policy as a module that returns log-probabilities, never holding full logits."""
+"""models: the policy as a module that returns log-probabilities, never holding full logits, and the
+critic as one that returns values."""
 
 from collections.abc import Iterator
 
@@ -59,9 +60,8 @@ def token_logprobs(
     logits are (hidden @ weight^T + bias) / temperature; hidden [N, D], weight [V, D].
 
     Memory does not grow with N * V."""
-    floats = (
-        2**26 if hidden.is_cuda else 2**25
-    )  # of one chunk's logits: 256 MB on a GPU, 128 MB else
+    # Logits of one chunk: 256 MB on a GPU, 128 MB else.
+    floats = 2**26 if hidden.is_cuda else 2**25
     chunk = max(1, floats // len(weight))
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
@@ -105,11 +105,38 @@ class Policy(nn.Module):
         return empty.masked_scatter(mask, flat[0]), empty.masked_scatter(mask, flat[1])
 
 
-def full_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of the language model's weights, gathered one at a time: a collective
-    under sharding. From state_dict, which holds tied weights under both of their names, as an
-    engine needs them; named_parameters does not."""
-    for name, tensor in policy.lm.state_dict().items():
+class Critic(nn.Module):
+    """A value model: transformers' token classifier with one label, whose forward returns the value
+    of every state of a response."""
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        self.lm = lm.eval()  # no dropout: values are a function of the weights alone
+        self._no_split_modules = lm._no_split_modules
+
+    def tie_weights(self, **kwargs):
+        self.lm.tie_weights(**kwargs)
+
+    def forward(
+        self, ids: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, width: int
+    ) -> Tensor:
+        """Values fp32 [b, width + 1] of the T + 1 states of each response, 0 beyond them.
+
+        State t is the prompt and the response tokens before t: the one in which token t is chosen,
+        read at the position before that token. State T follows the last token."""
+        hidden = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [b, S, D]
+        head = self.lm.score
+        everywhere = F.linear(hidden.float(), head.weight.float(), head.bias.float()).squeeze(-1)
+        t = torch.arange(width + 1, device=ids.device)
+        position = (prompt_lengths[:, None] + t - 1).clamp(max=ids.shape[1] - 1)  # [b, width + 1]
+        return torch.where(t <= response_lengths[:, None], everywhere.gather(1, position), 0.0)
+
+
+def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of the weights of a policy or a critic, gathered one at a time: a
+    collective under sharding. From state_dict, which holds tied weights under both of their names,
+    as an engine needs them; named_parameters does not."""
+    for name, tensor in module.lm.state_dict().items():
         if hasattr(tensor, "full_tensor"):
             tensor = (tensor.cuda() if torch.cuda.is_available() else tensor).full_tensor()
         yield name.replace("_checkpoint_wrapped_module.", ""), tensor.detach()

@@ -32,10 +32,10 @@ from common import (
     evaluate,
     export,
     launch,
-    load_dataset,
     load_policy,
     load_reward,
     load_rows,
+    load_suites,
     load_tokenizer,
     make_accelerator,
     make_batch,
@@ -79,6 +79,7 @@ class Args:
     eval_samples: int = 4  # responses per evaluation problem
     eval_temperature: float = 1.0  # sampling temperature of the evaluation; 0 is greedy
     eval_top_p: float = 1.0  # nucleus sampling of the evaluation
+    eval_max_tokens: int | None = None  # limit of an evaluation response; default: as in training
     # Rollout
     rollout_engine: str = "hf"  # engine of the evaluation: hf, vllm or auto
     tensor_parallel: int = 1  # ranks that share one vLLM engine
@@ -157,7 +158,7 @@ def main(args: Args, preset: str) -> None:
     # The incomplete last batch of an epoch is dropped.
     steps_per_epoch = len(examples) // args.batch_size
     run = Run("sft", preset, args, accelerator)
-    start = run.resume(policy, optimizer).get("step", 0)
+    start = run.resume((policy, optimizer)).get("step", 0)
 
     bad_steps = 0
     for step in run.steps(start):
@@ -191,13 +192,12 @@ def main(args: Args, preset: str) -> None:
         if step == args.num_steps and args.eval_dataset:
             engine = make_engine(args, policy, tokenizer, accelerator)
             engine.sync_weights(policy)
-            problems = load_dataset(args.eval_dataset, "test", args, tokenizer)
-            reward = load_reward(args.reward)
-            metrics |= evaluate(args, engine, problems[: args.eval_problems], reward, tokenizer)
+            suites, reward = load_suites(args, tokenizer), load_reward(args.reward)
+            metrics |= evaluate(args, engine, suites, reward, tokenizer)
         run.log(step, metrics, groups, tokenizer)
         if step % steps_per_epoch == 0 or step == args.num_steps:
             export(policy, tokenizer, run.folder / f"epoch-{epoch + 1}", accelerator)
-        run.save_if_due(step, policy, optimizer)  # collective
+        run.save_if_due(step, (policy, optimizer))  # collective
     if run.stopping:  # a half-trained model must not pass for the base policy
         raise SystemExit("stopped by a signal before the last step; no final model was exported")
     if args.export:

@@ -4,12 +4,12 @@ Every script runs here when it is called without arguments: no network, no GPU, 
 small size of the real path, not a branch beside it: the same tokenizer calls, rollout engines,
 verifier, losses, checkpoints and evaluation as for a 32B model.
 
-The task is a running sum modulo 5. A prompt lists 3 to 8 digits; a response may think one equation
+The task is a running sum modulo 5. A prompt lists 5 to 8 digits; a response may think one equation
 at a time, or answer at once:
 
-    prompt              3 4 2 0 ?
-    thinks              <think> 3+4=2 2+2=4 4+0=4 </think> \\boxed{ 4 } <eos>
-    answers at once     <think> </think> \\boxed{ 4 } <eos>
+    prompt              3 4 2 0 1 ?
+    thinks              <think> 3+4=2 2+2=4 4+0=4 4+1=0 </think> \\boxed{ 0 } <eos>
+    answers at once     <think> </think> \\boxed{ 0 } <eos>
 
 The demonstrations behind the base policy answer at once six times in ten, where a model of this
 size can only guess, and err in 12 % of their steps. So the base policy is right on about a third of
@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from verifier import grade
 
 MODULUS = 5
-MIN_ITEMS, MAX_ITEMS = 3, 8
+MIN_ITEMS, MAX_ITEMS = 5, 8
 DIRECT_FRACTION = 0.6  # share of demonstrations that answer at once
 STEP_ERROR = (
     0.12  # share of demonstrated steps whose result is wrong (the chain carries on from it)
@@ -139,6 +139,18 @@ def base_policy() -> str:
 
     It is cached under a hash of its recipe, so that a changed world never meets an old policy."""
     return _cached("base", _train)
+
+
+def newest_pair(runs_dir: str = "runs") -> Path:
+    """The folder of the newest `ppo_critic.py tiny` run that left both a policy and a critic."""
+    critics = Path(runs_dir).glob("ppo_critic-tiny-*/critic/config.json")
+    runs = [c.parents[1] for c in critics if (c.parents[1] / "pi_0/config.json").exists()]
+    if not runs:
+        raise FileNotFoundError(
+            f"no policy and critic in {runs_dir}/ppo_critic-tiny-*; make them with: python "
+            "ppo_critic.py (or name both, with --policy and --critic)"
+        )
+    return max(runs, key=lambda run: (run / "critic/config.json").stat().st_mtime)
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> str:

@@ -1,0 +1,165 @@
+"""runtime: the command line, the checks of settings that every RL script shares, and Accelerate.
+
+Scripts import these names from common."""
+
+import contextlib
+import dataclasses
+import io
+import math
+import os
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+
+class UsageError(ValueError):
+    """Wrong settings, files or data. Raised at start; `launch` prints it as one line."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise UsageError unless condition. The message names the value, the limit and the way out."""
+    if not condition:
+        raise UsageError(message)
+
+
+def launch(main: Callable, args_type: type, presets: dict, doc: str) -> None:
+    """Run `script.py [preset] [--flag value ...]`: parse, then main(args, preset).
+
+    Wrong use prints one line and exits with code 2; so that it lists what exists, unknown flags
+    are looked for before tyro sees them."""
+    argv, script = sys.argv[1:], Path(sys.argv[0]).name
+    preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
+    try:
+        require(preset in presets, f"unknown preset {preset!r}; {script} has: {', '.join(presets)}")
+        flags = [f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(args_type)]
+        for word in argv:
+            flag = word.split("=")[0].replace("_", "-")
+            known = flag in flags or flag == "--help" or flag.replace("--no-", "--") in flags
+            require(
+                known or not flag.startswith("--"),
+                f"unknown flag {word!r}; {script} has: {' '.join(flags)}",
+            )
+        summary = doc.strip().splitlines()[0]
+        box = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(box):
+                args = tyro.cli(
+                    args_type,
+                    default=presets[preset],
+                    args=argv,
+                    prog=f"{script} {preset}",
+                    description=f"{summary}\n\nusage: {script} [preset] [--flag value ...]\n"
+                    f"presets: {', '.join(presets)}. The defaults below are those of {preset}.",
+                )
+        except SystemExit as stop:
+            if stop.code in (0, None):  # --help
+                raise
+            raise UsageError(" ".join(re.sub("[─│╭╮╰╯]", " ", box.getvalue()).split())) from None
+        main(args, preset)
+    except UsageError as error:
+        rank = os.environ.get("RANK", "0")
+        where = script if rank == "0" else f"{script} (rank {rank})"
+        print(f"{where}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def check_args(args) -> None:
+    """Refuse settings that no RL script can run with."""
+    counts = "num_steps prompts_per_step group_size max_response_tokens minibatch_size num_epochs"
+    counts += " eval_every save_every keep_last eval_problems eval_samples tensor_parallel"
+    for name in counts.split():
+        value = vars(args)[name]
+        require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
+    require(args.temperature > 0, f"--temperature {args.temperature} must be above 0 in training")
+    for name in ("seed", "warmup_steps", "eval_temperature", "weight_decay"):
+        value = vars(args)[name]
+        require(value >= 0, f"--{name.replace('_', '-')} {value} must not be negative")
+    batch = args.prompts_per_step * args.group_size
+    require(
+        batch % args.minibatch_size == 0,
+        f"--minibatch-size {args.minibatch_size} does not divide prompts_per_step x group_size = "
+        f"{batch}",
+    )
+    require(
+        args.dual_clip is None or args.dual_clip > 1,
+        f"--dual-clip {args.dual_clip} must be above 1, or None",
+    )
+    rate = args.learning_rate
+    require(0 < rate < math.inf, f"--learning-rate {rate} must be a positive number")
+    trackers = [tracker.value for tracker in get_available_trackers()]
+    require(
+        args.track in ("", *trackers),
+        f"--track {args.track!r} is not installed; there is: {', '.join(trackers) or 'none'}",
+    )
+    require(0 < args.eval_top_p <= 1, f"--eval-top-p {args.eval_top_p} must lie in (0, 1]")
+    require(
+        args.eval_max_tokens is None or args.eval_max_tokens >= 1,
+        f"--eval-max-tokens {args.eval_max_tokens} must be at least 1, or None",
+    )
+    longest = args.max_prompt_tokens + args.max_response_tokens
+    require(
+        args.tokens_per_microbatch >= longest,
+        f"--tokens-per-microbatch {args.tokens_per_microbatch} is below the longest sequence, "
+        f"max_prompt_tokens + max_response_tokens = {longest}; raise it",
+    )
+    require(
+        "RANK" in os.environ or not (args.activation_checkpointing or args.cpu_offload),
+        "--activation-checkpointing and --cpu-offload need FSDP: start the script with torchrun "
+        "--nproc_per_node N, or switch both off",
+    )
+    kinds, world = ("auto", "hf", "vllm"), int(os.environ.get("WORLD_SIZE", 1))
+    require(
+        args.rollout_engine in kinds,
+        f"--rollout-engine {args.rollout_engine!r}; use one of {', '.join(kinds)}",
+    )
+    require(
+        world % args.tensor_parallel == 0,
+        f"--tensor-parallel {args.tensor_parallel} does not divide the {world} processes",
+    )
+
+
+def make_accelerator(args) -> Accelerator:
+    """FSDP2 under torchrun (fp32 master weights, bf16 compute on a GPU, fp32 reduction); plain in
+    one process. On a CPU Accelerate drops the FSDP plugin silently; the assignments at the end
+    make it take the same path as on GPUs."""
+    cuda, sharded = torch.cuda.is_available(), "RANK" in os.environ  # set by torchrun
+    if cuda and args.cpu_offload:
+        os.environ["FSDP_OFFLOAD_PARAMS"] = "true"  # Accelerate then sets up gloo beside nccl
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        mixed_precision_policy=bf16 if cuda else MixedPrecisionPolicy(),
+        activation_checkpointing=args.activation_checkpointing,
+        cpu_offload=CPUOffloadPolicy(pin_memory=cuda) if args.cpu_offload else False,
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    accelerator = Accelerator(
+        cpu=not cuda,
+        fsdp_plugin=plugin if sharded else None,
+        mixed_precision="bf16" if cuda else "no",
+        log_with=args.track or None,
+        project_dir=args.runs_dir,
+    )
+    if sharded and not cuda:
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    return accelerator
