@@ -176,6 +176,13 @@ KNOWN_DATASETS = {
     "aime24": KnownDataset(
         "HuggingFaceH4/aime_2024", ("train",) * 2, "problem", "answer", None, BOXED
     ),
+    "aime25": KnownDataset("math-ai/aime25", ("test",) * 2, "problem", "answer", None, BOXED),
+    # "all": copies of this set differ in the name of their one split
+    "aime26": KnownDataset("math-ai/aime26", ("all",) * 2, "problem", "answer", None, BOXED),
+    "amc23": KnownDataset("math-ai/amc23", ("test",) * 2, "question", "answer", None, BOXED),
+    "openr1-math-220k": KnownDataset(
+        "open-r1/OpenR1-Math-220k", ("train",) * 2, "problem", "answer", "default", BOXED
+    ),
 }
 PROMPT_COLUMNS = ("prompt", "problem", "question", "Problem", "Question")
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "Answer")

@@ -8,14 +8,19 @@ the prompts are read, not imitated.
 
     loss = - sum over solution tokens of log pi_theta(token) / (their number in the batch)
 
-Laptop:   python sft.py
-8 GPUs:   torchrun --nproc_per_node 8 sft.py --model PATH --dataset PATH/solutions.jsonl
+A solution is trained on as it is written. Qwen3's chat template strips the <think> block, most of
+the loss target, from a message rendered alone: so trained, the paper's run has only 5 % on AIME.
 
-Deviations: none known. A preset with the paper's values is still to come.
+Laptop:   python sft.py
+8 GPUs:   torchrun --nproc_per_node 8 sft.py qwen3-4b-base
+
+Deviations: none known.
 """
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -64,9 +69,10 @@ class Args:
     track: str = ""  # a tracker of Accelerate (tensorboard, wandb, ...) beside metrics.jsonl
     # Task
     model: str = "tiny-untrained"  # a hub id, a local folder, or tiny-untrained (built in)
-    dataset: str = "tiny"  # prompts with solutions: tiny, a jsonl/parquet file, a hub id
+    dataset: str = "tiny"  # prompts with solutions: tiny, a known name, a file, a hub id
     prompt_column: str | None = None  # column of the prompt; dotted names reach into structs
-    solution_column: str = "solution"  # column of the solution text
+    solution_column: str | None = None  # solution text, generations, or whole conversation
+    max_rows: int | None = None  # train on so many usable rows, drawn by seed; None: on all
     temperature: float = 1.0  # of the log-probabilities in training
     answer_column: str | None = None  # column of the gold answer in the evaluation set
     prompt_template: str | None = None  # text around a plain prompt, with {problem} in it
@@ -74,7 +80,7 @@ class Args:
     max_response_tokens: int = 24  # rows with a longer solution are dropped, with a count
     max_context: int | None = None  # positions of the model, tokens; default: as published
     reward: str = "tiny.py:reward"  # verifier, or path.py:function; judges the evaluation
-    eval_dataset: str = "tiny"  # held-out problems of the closing evaluation; empty: none
+    eval_dataset: str = "tiny"  # held-out problems, tried after every epoch; empty: none
     eval_problems: int = 256  # how many of them, from the start of the set
     eval_samples: int = 4  # responses per evaluation problem
     eval_temperature: float = 1.0  # sampling temperature of the evaluation; 0 is greedy
@@ -85,7 +91,8 @@ class Args:
     tensor_parallel: int = 1  # ranks that share one vLLM engine
     engine_memory: float = 4.0  # vLLM's share of GPU memory (0 to 1); on a CPU, GB of KV cache
     # Optimization
-    num_steps: int = 900  # optimizer steps; an epoch is (usable rows / batch_size) of them
+    num_steps: int | None = 900  # optimizer steps; None: num_epochs says how many
+    num_epochs: int | None = None  # passes over the usable rows, in place of num_steps
     batch_size: int = 64  # sequences per step, over all ranks (RFPO App. A: 16)
     learning_rate: float = 3e-3  # peak of the cosine (RFPO App. A: 2e-5)
     warmup_frac: float = 0.01  # share of the steps with linear warm-up [RFPO App. A]
@@ -98,7 +105,42 @@ class Args:
     max_bad_steps: int = 3  # non-finite updates in a row, each skipped, that end the run
 
 
-PRESETS = {"tiny": Args()}
+def check(args: Args) -> None:
+    """Refuse wrong settings at start; each message names the value and the way out."""
+    for name in ("num_steps", "num_epochs", "max_rows", "batch_size"):
+        value, flag = vars(args)[name], f"--{name.replace('_', '-')}"
+        require(value is None or value >= 1, f"{flag} {value} must be at least 1")
+    lengths = f"--num-steps {args.num_steps} and --num-epochs {args.num_epochs}"
+    one_length = (args.num_steps is None) != (args.num_epochs is None)
+    require(one_length, f"{lengths}: give one of them, and None for the other")
+    require(
+        "RANK" in os.environ or not (args.activation_checkpointing or args.cpu_offload),
+        "--activation-checkpointing and --cpu-offload need torchrun; or switch both off",
+    )
+
+
+PRESETS = {
+    "tiny": Args(),
+    "qwen3-4b-base": Args(  # [RFPO App. A]; what is not here is a default of Args
+        model="Qwen/Qwen3-4B-Base",
+        dataset="openr1-math-220k",
+        max_rows=45_000,
+        max_prompt_tokens=2048,  # the two limits add up to the paper's 32,768 tokens
+        max_response_tokens=30_720,
+        reward="verifier",
+        eval_dataset="aime26",
+        eval_temperature=0.7,
+        eval_max_tokens=16_384,
+        rollout_engine="auto",
+        engine_memory=0.5,
+        num_steps=None,
+        num_epochs=3,
+        batch_size=16,
+        learning_rate=2e-5,
+        tokens_per_microbatch=32_768,
+        activation_checkpointing=True,
+    ),
+}
 
 # ==================================================================================================
 # 4 Algorithm
@@ -107,13 +149,77 @@ PRESETS = {"tiny": Args()}
 
 def keep_row(solution: str) -> bool:
     """Whether a solution closes its reasoning block exactly once and ends in a boxed answer
-    [RFPO App. A]."""
-    answer = solution.rpartition("</think>")[2]
-    return (
-        solution.count("</think>") == 1
-        and "\\boxed{" in answer
-        and answer.rstrip(" \n$.").endswith("}")
+    [RFPO App. A]; punctuation and the end of a formula may follow the box."""
+    answer = solution.rpartition("</think>")[2].rstrip(" \n.*$\\])")
+    return solution.count("</think>") == 1 and "\\boxed{" in answer and answer.endswith("}")
+
+
+SOLUTION_COLUMNS = ("generations", "solution", "messages")
+VERDICT_COLUMNS = ("correctness_math_verify", "correctness_llama")  # each null or one per solution
+
+
+def is_conversation(value) -> bool:
+    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], dict)
+
+
+def demonstration(row: dict, prompt, solution) -> tuple[str | list[dict], str | None]:
+    """The prompt and the text to imitate, None where the row has none. That text is the solution as
+    it stands; of several solutions the first that a checker calls right and keep_row accepts; of a
+    conversation the assistant's last turn, where the messages before it are the prompt."""
+    if is_conversation(solution):
+        *prompt, last = solution
+        require({"role", "content"} <= {*last}, f"no role and content in a message: {[*last]}")
+        solution = last["content"] if prompt and last["role"] == "assistant" else None
+    elif isinstance(solution, list):
+        verdicts = [row[name] or [] for name in VERDICT_COLUMNS if name in row]
+        require(len(verdicts) > 0, f"several solutions a row need one of {VERDICT_COLUMNS}")
+        pairs = zip(solution, zip_longest(*verdicts), strict=False)
+        solution = next((text for text, right in pairs if any(right) and keep_row(text)), None)
+    return prompt, solution
+
+
+def load_examples(args: Args, tokenizer, accelerator) -> list[Group]:
+    """The usable rows as token ids, each a group of one response; at least a batch of them."""
+    rows, known = load_rows(args.dataset, "train")
+    prompts = solutions = column(rows, args.solution_column, SOLUTION_COLUMNS, "--solution-column")
+    if not any(map(is_conversation, solutions)):  # which has its prompt inside
+        name = args.prompt_column or known.prompt
+        prompts = column(rows, name, PROMPT_COLUMNS, "--prompt-column")
+    # A subset is drawn, not cut off: a file may be sorted by source.
+    shuffled = np.random.default_rng(args.seed).permutation(len(rows))
+    examples, num_unusable, num_long = [], 0, 0
+    for i in range(len(rows)) if args.max_rows is None else shuffled:
+        if len(examples) == args.max_rows:
+            break
+        prompt, solution = demonstration(rows[i], prompts[i], solutions[i])
+        is_text = isinstance(prompt, str | list) and isinstance(solution, str)
+        if not is_text or not keep_row(solution):
+            num_unusable += 1
+            continue
+        text, prompt_ids = render_prompt(prompt, args.prompt_template or known.template, tokenizer)
+        # Tokenized as it stands: a chat template could strip its reasoning block [RFPO App. A].
+        ids = tokenizer(solution, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        if len(prompt_ids) > args.max_prompt_tokens or len(ids) > args.max_response_tokens:
+            num_long += 1
+            continue
+        response = Response(np.array(ids, np.int32), np.zeros(len(ids), np.float32), True)
+        problem = Problem(len(examples), text, prompt_ids, "")
+        examples.append(Group(len(examples), problem, [response], [1.0]))
+    counts = f"{len(rows)} rows, {num_unusable} unusable, {num_long} too long -> {len(examples)}"
+    if accelerator.is_main_process:
+        print(f"data {args.dataset}: {counts} solutions")
+    require(
+        len(examples) >= args.batch_size,
+        f"{args.dataset}: {counts} solutions, fewer than --batch-size {args.batch_size}; a usable "
+        "one is right, closes </think> once and ends in \\boxed{}",
     )
+    return examples
+
+
+def sft_loss(logprobs, mask, num_tokens) -> torch.Tensor:
+    """Minus the log-probabilities [b, T] of the solutions' tokens, summed where mask is true, over
+    num_tokens, the number of such tokens in the whole batch: every token weighs the same."""
+    return -torch.where(mask, logprobs, 0.0).sum() / num_tokens
 
 
 def cosine_learning_rate(step: int, args: Args) -> float:
@@ -133,39 +239,24 @@ def cosine_learning_rate(step: int, args: Args) -> float:
 
 
 def main(args: Args, preset: str) -> None:
+    check(args)
     accelerator = make_accelerator(args)
     tokenizer = load_tokenizer(args.model)
     policy, optimizer = load_policy(args, accelerator)
-    rows, known = load_rows(args.dataset, "train")
-    prompts = column(rows, args.prompt_column, PROMPT_COLUMNS, "--prompt-column")
-    solutions = column(rows, args.solution_column, (), "--solution-column")
-    examples = []
-    for prompt, solution in zip(prompts, solutions, strict=True):
-        text, prompt_ids = render_prompt(prompt, args.prompt_template or known.template, tokenizer)
-        # Tokenized as it stands: a chat template would strip the reasoning block of the solution.
-        ids = tokenizer(solution, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        fits = len(prompt_ids) <= args.max_prompt_tokens and len(ids) <= args.max_response_tokens
-        if fits and keep_row(solution):
-            demonstration = Response(np.array(ids, np.int32), np.zeros(len(ids), np.float32), True)
-            problem = Problem(len(examples), text, prompt_ids, "")
-            examples.append(Group(len(examples), problem, [demonstration], [1.0]))
-    if accelerator.is_main_process:
-        print(f"data {args.dataset}: {len(rows)} rows -> {len(examples)} usable solutions")
-    require(
-        len(examples) >= args.batch_size,
-        f"{len(examples)} usable solutions are fewer than --batch-size {args.batch_size}",
-    )
-    # The incomplete last batch of an epoch is dropped.
-    steps_per_epoch = len(examples) // args.batch_size
+    examples = load_examples(args, tokenizer, accelerator)
+    steps_per_epoch = len(examples) // args.batch_size  # the incomplete last batch is dropped
+    if args.num_epochs is not None:
+        args = replace(args, num_steps=args.num_epochs * steps_per_epoch)
+    if args.eval_dataset:
+        suites, reward = load_suites(args, tokenizer), load_reward(args.reward)
+        engine = make_engine(args, policy, tokenizer, accelerator)
+        engine.sleep()  # vLLM leaves the GPU's memory to the training
     run = Run("sft", preset, args, accelerator)
-    start = run.resume((policy, optimizer)).get("step", 0)
-
-    bad_steps = 0
+    start, bad_steps = run.resume((policy, optimizer)).get("step", 0), 0
     for step in run.steps(start):
         epoch, offset = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng([args.seed, epoch]).permutation(len(examples))
-        first = offset * args.batch_size
-        groups = [examples[i] for i in order[first : first + args.batch_size]]
+        groups = [examples[i] for i in order[offset * args.batch_size :][: args.batch_size]]
         batch = make_batch(groups, args.batch_size, tokenizer.pad_token_id, accelerator)
         meter = Meter()
         set_learning_rate(optimizer, cosine_learning_rate(step, args))
@@ -175,7 +266,7 @@ def main(args: Args, preset: str) -> None:
         for rows, weight in microbatches(batch, batch.minibatches[0], args, accelerator):
             mask = batch.mask[rows] & bool(weight)  # [b, T]
             logprobs, entropy = policy(*batch.inputs(rows), args.temperature)  # [b, T]
-            loss = -torch.where(mask, logprobs, 0.0).sum() / num_tokens
+            loss = sft_loss(logprobs, mask, num_tokens)
             accelerator.backward(loss * accelerator.num_processes)  # FSDP averages over ranks
             stats = {"sft/loss": loss * num_tokens, "policy/entropy": (entropy * mask).sum()}
             meter.add(stats, mask.sum())
@@ -189,14 +280,13 @@ def main(args: Args, preset: str) -> None:
         # 5 Evaluate, log, save
         metrics = meter.reduce(accelerator)  # collective
         metrics["optim/learning_rate"] = optimizer.param_groups[0]["lr"]
-        if step == args.num_steps and args.eval_dataset:
-            engine = make_engine(args, policy, tokenizer, accelerator)
-            engine.sync_weights(policy)
-            suites, reward = load_suites(args, tokenizer), load_reward(args.reward)
-            metrics |= evaluate(args, engine, suites, reward, tokenizer)
-        run.log(step, metrics, groups, tokenizer)
         if step % steps_per_epoch == 0 or step == args.num_steps:
             export(policy, tokenizer, run.folder / f"epoch-{epoch + 1}", accelerator)
+            if args.eval_dataset:
+                engine.sync_weights(policy)  # collective
+                metrics |= evaluate(args, engine, suites, reward, tokenizer)
+                engine.sleep()
+        run.log(step, metrics, groups, tokenizer)
         run.save_if_due(step, (policy, optimizer))  # collective
     if run.stopping:  # a half-trained model must not pass for the base policy
         raise SystemExit("stopped by a signal before the last step; no final model was exported")

@@ -22,6 +22,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -158,8 +159,10 @@ def _cached(name: str, make: Callable[[Path], None]) -> str:
     recipe = b"".join((here / file).read_bytes() for file in ("tiny.py", "sft.py"))
     folder = CACHE / f"{name}-{hashlib.sha256(recipe).hexdigest()[:12]}"
     CACHE.mkdir(exist_ok=True)
+    while os.environ.get("LOCAL_RANK", "0") != "0" and not folder.exists():
+        time.sleep(0.2)  # transformers writes weights on rank 0 only
     with open(CACHE / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks and other runs wait here
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other runs wait here
         if not folder.exists():
             make(folder)
     return str(folder)

@@ -10,6 +10,7 @@ import pytest
 import common
 import dapo
 import tiny
+import verifier
 
 ARGS = replace(dapo.Args(), max_prompt_tokens=64)
 
@@ -135,6 +136,40 @@ def test_a_known_name_calls_the_hub_with_its_split_and_config(monkeypatch, base_
     assert problems[0].prompt == common.BOXED.replace("{problem}", "1?")
     common.load_dataset("someone/something", "test", ARGS, Words())
     assert calls[1] == ("someone/something", None, "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "split", "column"),
+    [
+        ("aime25", "math-ai/aime25", "test", "problem"),
+        ("aime26", "math-ai/aime26", "all", "problem"),
+        ("amc23", "math-ai/amc23", "test", "question"),
+    ],
+)
+@pytest.mark.parametrize(("answer", "gold"), [(70, "70"), (27.0, "27"), ("025", "025")])
+def test_evaluation_sets_by_name(name, path, split, column, answer, gold, monkeypatch):
+    import datasets
+
+    calls = []
+
+    def stand_in(path, config=None, *, split):
+        calls.append((path, config, split))
+        return datasets.Dataset.from_list([{"id": "0", column: "Find b.", "answer": answer}])
+
+    monkeypatch.setattr(datasets, "load_dataset", stand_in)
+    (problem,) = common.load_dataset(name, "test", ARGS, Words())
+    assert calls == [(path, None, split)]
+    assert problem.prompt == common.BOXED.replace("{problem}", "Find b.")
+    assert problem.gold == gold and verifier.verify(f"\\boxed{{{int(answer)}}}", gold)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_split_all_takes_a_set_whatever_its_one_split_is_called(split, tmp_path, monkeypatch):
+    """aime26 goes by both names; `datasets` itself is asked, with a folder in place of the hub."""
+    write(tmp_path / f"{split}.jsonl", [{"problem": "Find b.", "answer": 70}])
+    known = replace(common.KNOWN_DATASETS["aime26"], path=str(tmp_path))
+    monkeypatch.setitem(common.KNOWN_DATASETS, "aime26", known)
+    assert [p.gold for p in common.load_dataset("aime26", "test", ARGS, Words())] == ["70"]
 
 
 def test_the_stream_is_shuffled_by_seed_and_wraps_into_new_epochs():
