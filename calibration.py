@@ -113,19 +113,34 @@ def critic_faults(scores, rewarded, correct, problem_ids) -> list[str]:
     return [fault for passed, fault in measures if not passed]
 
 
-def load_calibration(path: str, critic: str, cap: int) -> Calibration:
-    """The calibration in a file, if it was made for this critic folder and this limit in tokens."""
-    where = f"--calibration {path!r}"
-    require(Path(path).is_file(), f"{where}: no such file")
+def assess(scores, rewarded, correct, problem_ids, finished) -> tuple[list[str], str]:
+    """The faults of a critic, and one line on the calibration rollouts; all [N]."""
+    faults = critic_faults(scores, rewarded, correct, problem_ids)
+    right, problem_ids = np.asarray(correct) > 0.5, np.asarray(problem_ids)
+    shares = [right[problem_ids == p].mean() for p in np.unique(problem_ids)]
+    return faults, (
+        f"{len(right)} rollouts, {right.mean():.1%} right, {np.mean(finished):.1%} finished, "
+        f"{sum(0 < share < 1 for share in shares)} problems with both outcomes; agreement "
+        f"{(np.asarray(rewarded) == right).mean():.1%}"
+    )
+
+
+def load_calibration(args, saved: str | None = None) -> Calibration:
+    """The calibration in the file args.calibration, or in a checkpoint's JSON text. UsageError
+    unless it was made for the critic args.critic and the limit args.max_response_tokens."""
+    where = "--resume: the calibration" if saved else f"--calibration {args.calibration!r}"
+    require(saved or Path(args.calibration).is_file(), f"{where}: no such file")
     try:
-        calibration = Calibration.from_json(Path(path).read_text())
+        calibration = Calibration.from_json(saved or Path(args.calibration).read_text())
     except (ValueError, TypeError) as error:
         raise UsageError(f"{where} is no calibration: {error}") from error
-    ours = calibration.critic == fingerprint(critic)
-    require(ours, f"{where} belongs to another critic than {critic}; drop it to calibrate anew")
     require(
-        calibration.cap == cap,
+        calibration.critic == fingerprint(args.critic),
+        f"{where} belongs to another critic than {args.critic}; name its own, or calibrate anew",
+    )
+    require(
+        calibration.cap == args.max_response_tokens,
         f"{where} was fitted at {calibration.cap} response tokens, and --max-response-tokens is "
-        f"{cap}; drop it to calibrate anew",
+        f"{args.max_response_tokens}; drop it to calibrate anew",
     )
     return calibration

@@ -72,6 +72,7 @@ from metrics import final_box as final_box
 from metrics import left_band as left_band
 from metrics import majority_vote, pass_at_k
 from metrics import pass_at_k_plugin as pass_at_k_plugin
+from metrics import rebounded as rebounded
 from metrics import restatements as restatements
 from metrics import statement_stats as statement_stats
 from metrics import within_problem_auc as within_problem_auc
@@ -453,8 +454,8 @@ def load_critic(args, tokenizer) -> Critic:
 
 
 def freeze(module: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """A module that is never trained, placed and sharded like the policy. Sharded on GPUs it is kept
-    in bf16, which is what it computes in: 2 bytes per parameter."""
+    """A module that is never trained, placed and sharded like the policy. Sharded on GPUs it is
+    kept in bf16, which is what it computes in: 2 bytes per parameter."""
     module.requires_grad_(False)
     if accelerator.distributed_type == DistributedType.FSDP:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -566,7 +567,7 @@ def sample(
 def response_texts(groups: list[Group], tokenizer) -> list[str]:
     """The texts of all responses, without special tokens."""
     ids = [response.token_ids for group in groups for response in group.responses]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
 
 
 def judge(groups: list[Group], reward: Callable, tokenizer) -> list[Group]:
@@ -1119,6 +1120,12 @@ def weights_of(trained: tuple) -> dict[str, dict]:
     """Weights and optimizer states of (module, optimizer) pairs, as the checkpoint names them."""
     weights = {}
     for i, (module, optimizer) in enumerate(trained):
+        if not optimizer.state:
+            # torch makes the state of an optimizer that has not stepped by a step of its own, at a
+            # learning rate of 0. It moves nothing, but it counts; so it is counted back.
+            get_state_dict(module, optimizer.optimizer)
+            for state in optimizer.state.values():
+                state["step"].zero_()
         weights[f"model-{i}"], weights[f"optim-{i}"] = get_state_dict(module, optimizer.optimizer)
     return weights
 

@@ -124,8 +124,17 @@ def statement_stats(texts) -> dict[str, float]:
     }
 
 
-def left_band(history, num_early=20, width=4.0):
+def left_band(history, num_early=20, width=4.0) -> bool:
     """Whether the last of the numbers, one per step, lies above the mean of the first num_early by
-    more than width of their standard deviations; False until there are more than num_early."""
+    more than width of their standard deviations, and by half of that mean: a slow drift with little
+    noise is no alarm. False until there are more than num_early."""
     early = np.array(history[:num_early])
-    return len(history) > num_early and history[-1] > early.mean() + width * early.std()
+    return len(history) > num_early and (
+        history[-1] > early.mean() + max(width * early.std(), early.mean() / 2)
+    )
+
+
+def rebounded(history, factor=1.1, first=21) -> bool:
+    """Whether the last of the numbers, one per step, stands above the lowest so far by more than
+    this factor; False before step `first`."""
+    return len(history) >= first and history[-1] > factor * min(history)

@@ -14,8 +14,8 @@ the frozen critic gives reward, baseline, and a forecast for responses that were
     r     = the verifier's verdict instead, with probability p                   [RFPO Algorithm 1]
     A_t   = r - V_t, whitened; then PPO's clipped loss                           [RFPO Algorithm 1]
 
-Differs from ppo_critic.py in the reward, and in that the critic is never trained. With p = 0 no
-label enters training after the calibration (calibration.py fits it); verdicts are for the log.
+Differs from ppo_critic.py in the reward, and in that the critic is never trained. At p = 0 no label
+enters training after the calibration (calibration.py fits it).
 
 Laptop:   python ppo_critic.py && python rfpo.py
 8 GPUs:   torchrun --nproc_per_node 8 rfpo.py qwen3-4b
@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from calibration import Calibration, critic_faults, fit_calibration, load_calibration
+from calibration import Calibration, assess, fit_calibration, load_calibration
 from common import (
     Meter,
     Run,
@@ -69,8 +69,10 @@ from common import (
     mean_and_variance,
     microbatches,
     problem_ids_of,
+    rebounded,
     require,
     reshard,
+    resolve_model,
     response_texts,
     rollout_metrics,
     row_seed,
@@ -155,10 +157,11 @@ class Args:
     scale: float | Literal["auto"] = 1.0  # factor s on b; auto: no length trend in either class
     allow_weak_critic: bool = False  # train on a critic that fails the checks of the calibration
     stop_on_restatement: bool = False  # end the run when answers begin to be restated
+    stop_on_entropy_rise: bool = False  # end it when the entropy stands 10 % above its lowest
 
     @property
     def model(self) -> str:
-        return self.policy  # what every other script calls it
+        return resolve_model(self.policy, "--policy")  # by the name of the other scripts
 
 
 def check(args: Args) -> None:
@@ -170,13 +173,14 @@ def check(args: Args) -> None:
     rollouts, bins, size = args.calibration_rollouts, args.num_bins, args.group_size
     require(
         rollouts >= bins >= 1 and rollouts % size == 0,
-        f"--calibration-rollouts {rollouts} must be at least --num-bins {bins}, and a multiple of "
-        f"--group-size {size}",
+        f"--calibration-rollouts {rollouts} is no multiple of --group-size {size}, or below "
+        f"--num-bins {bins}",
     )
+    require(size > 1 or args.advantage == "gae", f"--group-size {size} leaves no --advantage group")
     require(
-        args.save_every <= 20 or not args.stop_on_restatement,
-        f"--stop-on-restatement goes back to a checkpoint, from step 21 on; lower --save-every "
-        f"{args.save_every} to 20 or less",
+        args.save_every <= 20 or not (args.stop_on_restatement or args.stop_on_entropy_rise),
+        f"--stop-on-restatement and --stop-on-entropy-rise go back to a checkpoint, from step 21 "
+        f"on; lower --save-every {args.save_every} to 20 or less",
     )
 
 
@@ -203,11 +207,11 @@ PAPER = Args(
     tokens_per_microbatch=32_768,
     activation_checkpointing=True,
 )
+LASTING = "rollout/response_tokens_mean", "text/restatements", "policy/entropy"  # for the alarms
 PRESETS = {
     "tiny": Args(),
     "qwen3-4b": PAPER,
-    # Six length bins, and a scale that is fitted; the paper found 1.7 by hand [RFPO App. E.5].
-    "qwen3-4b-cap4096": replace(
+    "qwen3-4b-cap4096": replace(  # a fitted scale; the paper found 1.7 by hand [RFPO App. E.5]
         PAPER, num_steps=310, max_response_tokens=4096, num_bins=6, scale="auto"
     ),
 }
@@ -329,14 +333,9 @@ def calibrate(args, critic, engine, problems, reward_function, tokenizer, accele
     correct = torch.tensor([c for g in groups for c in g.correct])
     kept = torch.tensor([r.finished or args.calibrate_on == "all" for r in responses])
     fitted = fit_calibration(scores[kept], lengths[kept], correct[kept], args.num_bins, args.scale)
-    rewarded = critic_rewards(scores, lengths, fitted) > 0.5
-    faults = critic_faults(scores, rewarded, correct, problem_ids_of(groups))
-    summary = (
-        f"{len(scores)} rollouts, {correct.mean():.1%} right, "
-        f"{np.mean([r.finished for r in responses]):.1%} finished, "
-        f"{sum(min(g.correct) < max(g.correct) for g in groups)} problems with both outcomes; "
-        f"agreement {(rewarded == (correct > 0.5)).double().mean():.1%}"
-    )
+    rewarded = critic_rewards(scores, lengths, fitted) > 0.5  # [N]
+    outcome = correct, problem_ids_of(groups), [r.finished for r in responses]
+    faults, summary = assess(scores, rewarded, *outcome)
     if accelerator.is_main_process:
         print(f"calibration: {summary}; threshold {fitted.threshold:.4f}, scale {fitted.scale:.3g}")
         print("".join(f"warning: {fault}\n" for fault in faults), end="")
@@ -361,16 +360,15 @@ def main(args: Args, preset: str) -> None:
     # Each parameter of policy_loss after num_tokens has the name of its flag.
     settings = {k: v for k, v in vars(args).items() if k in signature(policy_loss).parameters}
     trained = policy, optimizer  # what a checkpoint holds
+    calibration: Calibration | None = load_calibration(args) if args.calibration else None
     run = Run("rfpo", preset, args, accelerator)
     state = run.resume(trained)  # empty without --resume
     cursor, bad_steps = state.get("cursor", 0), state.get("bad_steps", 0)
-    stated, first_length = state.get("stated", []), state.get("first_length")
+    past = state.get("past", [])  # LASTING of each step
     engine.sync_weights(policy)
     if state:
-        calibration = Calibration.from_json(state["calibration"])
-    elif args.calibration:
-        calibration = load_calibration(args.calibration, args.critic, args.max_response_tokens)
-    else:
+        calibration = load_calibration(args, state["calibration"])
+    elif calibration is None:
         judging = reward_function, tokenizer, accelerator
         calibration = calibrate(args, critic, engine, problems, *judging)
     if accelerator.is_main_process:
@@ -406,7 +404,7 @@ def main(args: Args, preset: str) -> None:
         all_rewards = critic_rewards(
             scores, lengths, calibration, args.reward_mode, args.fixed_threshold, args.debias_until
         )  # [B]
-        labelled = np.random.default_rng(row_seed(args.seed, 3, step)).random(len(correct))
+        labelled = np.random.default_rng(row_seed(args.seed, 3, step, 0)).random(len(correct))
         labelled = torch.from_numpy(labelled < args.label_fraction)
         all_rewards = torch.where(labelled, correct, all_rewards)  # [RFPO Algorithm 1]
         outcome = all_rewards[batch.rows].to(accelerator.device)[:, None]  # [b, 1], my rows
@@ -465,15 +463,17 @@ def main(args: Args, preset: str) -> None:
         meter.add({"value/min": torch.where(states, values, torch.inf).min()}, 1)
         meter.add({"value/max": torch.where(states, values, -torch.inf).max()}, 1)
         metrics = meter.reduce(accelerator) | rollout_metrics(groups)  # collective
-        first_length = first_length or float(lengths.mean())
-        stated.append(metrics["text/restatements"])
+        past.append(
+            [float(lengths.mean()), metrics["text/restatements"], metrics["policy/entropy"]]
+        )
+        tokens, stated, entropies = zip(*past, strict=True)
         metrics |= {
             "reward/mean": float(all_rewards.mean()),
             "rfpo/reward_gap": float(all_rewards.mean() - correct.mean()),
             "rfpo/score_gap": float(scores.mean() - correct.mean()),
             "rfpo/agreement": float(((all_rewards > 0.5) == (correct > 0.5)).double().mean()),
             "rfpo/best_cut": best_cut(scores, correct),
-            "rfpo/length_drift": float(lengths.mean()) / first_length - 1,
+            "rfpo/length_drift": tokens[-1] / tokens[0] - 1,
             "value/explained_variance": float(1 - unexplained / variance) if variance > 0 else 0.0,
             "value/auc": auc(scores, correct),
             "value/within_auc": within_problem_auc(scores, correct, problem_ids_of(groups)),
@@ -484,13 +484,14 @@ def main(args: Args, preset: str) -> None:
         if step % args.eval_every == 0 or step == args.num_steps:
             metrics |= evaluate(args, engine, suites, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
-        if args.stop_on_restatement and left_band(stated):
-            run.warn(f"step {step}: answers are restated; going back to the last checkpoint")
+        restated = args.stop_on_restatement and left_band(stated)
+        if restated or (args.stop_on_entropy_rise and rebounded(entropies)):
+            alarm = "answers are restated" if restated else "the entropy rises"
+            run.warn(f"step {step}: {alarm}; going back to the last checkpoint")
             run.load_newest(trained)
             break
-        counters = {"bad_steps": bad_steps, "first_length": first_length, "stated": stated}
-        fitted = calibration.to_json()
-        run.save_if_due(step, trained, cursor=cursor, calibration=fitted, **counters)  # collective
+        kept = {"past": past, "calibration": calibration.to_json()}
+        run.save_if_due(step, trained, cursor=cursor, bad_steps=bad_steps, **kept)  # collective
     export(policy, tokenizer, run.folder / "model", accelerator)
     run.finish()
 
