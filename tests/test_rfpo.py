@@ -837,22 +837,27 @@ def test_app_f2_group_advantage(world, monkeypatch):
 
 
 def test_the_calibration_holds_rollouts_of_pi_0_at_the_real_limit(world, pair, monkeypatch):
-    judged = []
-    gather = rfpo.gather_groups
-
-    def gathering(*args):
-        judged.append(gather(*args))
-        return judged[-1]
-
-    monkeypatch.setattr(rfpo, "gather_groups", gathering)
-    settings = {"num_steps": 1, "max_response_tokens": 8}
+    judged, scored = [], []
+    for name, found in (("gather_groups", judged), ("gather_rows", scored)):
+        gather = getattr(rfpo, name)
+        monkeypatch.setattr(
+            rfpo,
+            name,
+            lambda *a, gather=gather, found=found: found.append(gather(*a)) or found[-1],
+        )
+    settings = {"num_steps": 1, "max_response_tokens": 8, "num_bins": 2, "scale": 0.5}
     whole, part = world("all", **settings), world("part", calibrate_on="finished", **settings)
-    responses = [r for group in judged[0] for r in group.responses]
-    finished = sum(r.finished for r in responses)
-    assert fitted(whole).num_rollouts == len(responses) == 64 and len(judged[0]) == 16
-    assert fitted(part).num_rollouts == finished < 64
-    assert fitted(whole).cap == 8 and max(fitted(whole).edges) == 8
-    assert fitted(whole).critic == common.fingerprint(pair[1])
+    assert len(judged[0]) == 16
+    responses = [response for group in judged[0] for response in group.responses]
+    lengths = torch.tensor([len(r.token_ids) for r in responses])
+    correct = torch.tensor([c for group in judged[0] for c in group.correct])
+    finished = torch.tensor([r.finished for r in responses])
+    assert len(responses) == 64 and 0 < finished.sum() < 64 and lengths.max() == 8
+    made_for = {"cap": 8, "critic": common.fingerprint(pair[1])}
+    want = fit_calibration(scored[0], lengths, correct, 2, 0.5)
+    assert fitted(whole) == replace(want, **made_for)
+    some = (x[finished] for x in (scored[0], lengths, correct))
+    assert fitted(part) == replace(fit_calibration(*some, 2, 0.5), **made_for)
     assert judged[0][0].responses[0].token_ids.tolist() != (
         judged[1][0].responses[0].token_ids.tolist()
     )  # training does not see the rollouts of the calibration again
