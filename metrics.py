@@ -95,9 +95,9 @@ def restatements(text):
     answer = verifier.extract_answer(text)
     if answer is None:
         return 0
-    exact = re.escape(answer) + r"(?![\w]|\.\d)"  # not the 4 of 42 or of 4.5
+    exact = re.escape(answer) + r"(?!\w|[.,/]\d)"  # not the 4 of 42, 4.5, 4,000 or 4/3
     boxed = rf"\\boxed\s*\{{\s*{re.escape(answer)}\s*\}}"
-    stated = rf"answer\s+is:?\s*\$*(?:{boxed}|{exact})"
+    stated = rf"answer\s*(?:is\s*:?|:)(?:\s|\$|\*|\\\(|\\\[)*(?:{boxed}|{exact})"
     closing = rf"=\s*\$*{exact}\$*\s*(?=[.!?]|\n|$)"
     return len(re.findall(f"{stated}|{boxed}|{closing}", text, re.IGNORECASE))
 

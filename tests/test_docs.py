@@ -52,7 +52,7 @@ def problem_with(words):
     path, rest = ROOT / words[at], words[at + 1 :]
     if not path.exists():
         return f"{words[at]} does not exist"
-    if path.stem not in SCRIPTS:  # a tool: its flags stand in its source
+    if path.stem not in (*SCRIPTS, "critic_report"):  # a tool: its flags stand in its source
         source = path.read_text(encoding="utf-8")
         flags = [w for w in rest if w.startswith("--")]
         own = [flag for flag in flags if f'"{flag}"' in source]
@@ -122,7 +122,8 @@ def test_commands_are_found_in_fences_indents_spans_and_comments():
 
 
 def test_every_flag_named_in_the_docs_exists():
-    known = {f"--{f.name.replace('_', '-')}" for n in SCRIPTS for f in fields(script(n).Args)}
+    parsed = (*SCRIPTS, "critic_report")
+    known = {f"--{f.name.replace('_', '-')}" for n in parsed for f in fields(script(n).Args)}
     tools = [*ROOT.glob("benchmarks/*.py"), ROOT / "pictures.py", ROOT / "verifier.py"]
     known |= {flag for p in tools for flag in re.findall(r'"(--[a-z-]+)"', p.read_text())}
     known |= {"--help", "--nproc-per-node", "--check"}  # of tyro, torchrun, ruff format
@@ -215,10 +216,16 @@ def keys_of_a_run(name, flags, folder):
 @pytest.fixture(scope="session")
 def logged_keys(tmp_path_factory):
     """The keys in metrics.jsonl of a short run of every script; about ten seconds each."""
-    flags = dict.fromkeys(SCRIPTS, SMALL)
+    flags, folders = dict.fromkeys(SCRIPTS, SMALL), {n: tmp_path_factory.mktemp(n) for n in SCRIPTS}
     flags["dapo"] += " --kl-coef 0.01"
     flags["sft"] = "--num-steps 2 --eval-problems 8"
-    return {n: keys_of_a_run(n, flags[n], tmp_path_factory.mktemp(n)) for n in SCRIPTS}
+    flags["ppo_critic"] = SMALL.replace("--gen-prompts 8", "--critic-warmup-steps 0")
+    flags["ppo_critic"] += " --save-actor-at-step 1 --save-critic-at-step 2 --run-name pair"
+    pair = (
+        f"--policy {folders['ppo_critic']}/pair/pi_0 --critic {folders['ppo_critic']}/pair/critic"
+    )
+    flags["rfpo"] = SMALL.replace("--gen-prompts 8", f"{pair} --allow-weak-critic")
+    return {n: keys_of_a_run(n, flags[n], folders[n]) for n in SCRIPTS}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -301,7 +308,8 @@ def test_the_map_names_tests_and_functions_that_exist(name):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef):
                 tests.setdefault(node.name, set()).add(path.name)
-    source = "\n".join((ROOT / f"{n}.py").read_text(encoding="utf-8") for n in (name, "common"))
+    modules = name, "common", "calibration", "metrics"
+    source = "\n".join((ROOT / f"{n}.py").read_text(encoding="utf-8") for n in modules)
     for tag, _, _, where, pinned in map_rows(PAGES[f"{name}.md"]):
         named = re.findall(r"`(?:tests/(test_\w+\.py)::)?(test_\w+)`", pinned)
         assert named, f"{tag}: no test"

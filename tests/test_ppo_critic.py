@@ -142,10 +142,7 @@ def test_gae_equals_a_double_loop(gamma, gae_lambda):
     rewards, values = torch.randn(2, 5, 150, generator=generator, dtype=torch.float64)
     want = torch.zeros_like(values)
     for i, length in enumerate(lengths):
-        r, v = (
-            rewards[i].tolist(),
-            [*values[i, :length].tolist(), 0.0],
-        )  # 0: nothing is bootstrapped
+        r, v = rewards[i].tolist(), [*values[i, :length].tolist(), 0.0]  # no bootstrapping: 0
         for t in range(length):
             want[i, t] = sum(
                 (gamma * gae_lambda) ** (k - t) * (r[k] + gamma * v[k + 1] - v[k])

@@ -395,6 +395,8 @@ def test_best_cut_without_one_class_is_nan(correct):
 
 STATEMENTS = {
     "a box": (r"so \boxed{4}", 1),
+    "4,000 and 4/3 are not 4": (r"The answer is 4,000. Or: the answer is 4/3. \boxed{4}", 1),
+    "brackets, stars and a line": ("the answer is \\(4\\). **Answer: 4**", 2),
     "a box with spaces": (r"so \boxed { 4 }", 1),
     "answer is": (r"The answer is 4, hence \boxed{4}", 2),
     "answer is, with a colon and dollars": (r"the ANSWER is: $4$. \boxed{4}", 2),
@@ -845,15 +847,15 @@ def test_the_calibration_holds_rollouts_of_pi_0_at_the_real_limit(world, pair, m
             name,
             lambda *a, gather=gather, found=found: found.append(gather(*a)) or found[-1],
         )
-    settings = {"num_steps": 1, "max_response_tokens": 8, "num_bins": 2, "scale": 0.5}
+    settings = {"num_steps": 1, "max_response_tokens": 12, "num_bins": 2, "scale": 0.5}
     whole, part = world("all", **settings), world("part", calibrate_on="finished", **settings)
     assert len(judged[0]) == 16
     responses = [response for group in judged[0] for response in group.responses]
     lengths = torch.tensor([len(r.token_ids) for r in responses])
     correct = torch.tensor([c for group in judged[0] for c in group.correct])
     finished = torch.tensor([r.finished for r in responses])
-    assert len(responses) == 64 and 0 < finished.sum() < 64 and lengths.max() == 8
-    made_for = {"cap": 8, "critic": common.fingerprint(pair[1])}
+    assert len(responses) == 64 and 0 < finished.sum() < 64 and lengths.max() == 12
+    made_for = {"cap": 12, "critic": common.fingerprint(pair[1])}
     want = fit_calibration(scored[0], lengths, correct, 2, 0.5)
     assert fitted(whole) == replace(want, **made_for)
     some = (x[finished] for x in (scored[0], lengths, correct))
@@ -1159,8 +1161,7 @@ def test_save_every_20_is_enough_to_go_back():
 
 
 def test_without_a_critic_the_command_that_makes_one_is_printed(line_of):
-    line = line_of(policy=None)
-    assert "python ppo_critic.py" in line and "--critic" in line
+    assert "make them with: python ppo_critic.py" in line_of(policy=None)
 
 
 @pytest.mark.parametrize("flag", ["policy", "critic"])
