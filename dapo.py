@@ -58,6 +58,7 @@ from common import (
     set_learning_rate,
     truncated_importance,
 )
+from dry_run import dry_run
 
 # ==================================================================================================
 # 3 Args and presets
@@ -76,6 +77,7 @@ class Args:
     keep_last: int = 2  # checkpoints to keep
     resume: bool = False  # continue the newest complete checkpoint of the run with this name
     track: str = ""  # a tracker of Accelerate (tensorboard, wandb, ...) beside metrics.jsonl
+    dry_run: bool = False  # print sizes, shards and memory of this preset, and end
     # Task
     model: str = "tiny"  # policy to start from: a hub id, a local folder, or tiny (built in)
     dataset: str = "tiny"  # training problems: tiny, a known name, a jsonl/parquet file, a hub id
@@ -255,6 +257,8 @@ def policy_loss(
 
 def main(args: Args, preset: str) -> None:
     check(args)
+    if args.dry_run:
+        return dry_run(args, reference=args.kl_coef > 0)
     accelerator = make_accelerator(args)
     tokenizer = load_tokenizer(args.model)
     problems, suites = load_problems(args, tokenizer)

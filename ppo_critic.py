@@ -71,6 +71,7 @@ from common import (
     warmup,
     within_problem_auc,
 )
+from dry_run import dry_run
 
 # ==================================================================================================
 # 3 Args and presets
@@ -89,6 +90,7 @@ class Args:
     keep_last: int = 2  # checkpoints to keep
     resume: bool = False  # continue the newest complete checkpoint of the run with this name
     track: str = ""  # a tracker of Accelerate (tensorboard, wandb, ...) beside metrics.jsonl
+    dry_run: bool = False  # print sizes, shards and memory of this preset, and end
     # Task
     model: str = "tiny"  # policy to start from: a hub id, a local folder, or tiny (built in)
     critic: str | None = None  # folder of a critic; default: the policy's weights and a new head
@@ -317,6 +319,8 @@ def read_values(critic, batch, args, accelerator):
 
 def main(args: Args, preset: str) -> None:
     check(args)
+    if args.dry_run:
+        return dry_run(args, trained_critic=args.critic or args.model)
     accelerator = make_accelerator(args)
     tokenizer = load_tokenizer(args.model)
     problems, suites = load_problems(args, tokenizer)
@@ -338,8 +342,7 @@ def main(args: Args, preset: str) -> None:
     if not state:
         run.log(0, evaluate(args, engine, suites, reward_function, tokenizer), [], tokenizer)
     # A batch is cut into the largest pieces of which policy and critic minibatches are made.
-    batch_size = args.prompts_per_step * args.group_size
-    critic_minibatch_size = batch_size // args.critic_updates_per_batch
+    critic_minibatch_size = args.prompts_per_step * args.group_size // args.critic_updates_per_batch
     piece_size = math.gcd(args.minibatch_size, critic_minibatch_size)
 
     for step in run.steps(state.get("step", 0)):

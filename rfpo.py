@@ -83,6 +83,7 @@ from common import (
     warmup,
     within_problem_auc,
 )
+from dry_run import dry_run
 from verifier import grade
 
 # ==================================================================================================
@@ -102,6 +103,7 @@ class Args:
     keep_last: int = 2  # checkpoints to keep
     resume: bool = False  # continue the newest complete checkpoint of the run with this name
     track: str = ""  # a tracker of Accelerate (tensorboard, wandb, ...) beside metrics.jsonl
+    dry_run: bool = False  # print sizes, shards and memory of this preset, and end
     # Task
     policy: str = "tiny-pi_0"  # pi_0: a hub id, a folder, or the one that ppo_critic.py left
     critic: str = "tiny-critic"  # the critic to freeze: a folder, or as policy
@@ -179,8 +181,7 @@ def check(args: Args) -> None:
     require(size > 1 or args.advantage == "gae", f"--group-size {size} leaves no --advantage group")
     require(
         args.save_every <= 20 or not (args.stop_on_restatement or args.stop_on_entropy_rise),
-        f"--stop-on-restatement and --stop-on-entropy-rise go back to a checkpoint, from step 21 "
-        f"on; lower --save-every {args.save_every} to 20 or less",
+        f"--stop-on-restatement, --stop-on-entropy-rise need --save-every {args.save_every} <= 20",
     )
 
 
@@ -349,6 +350,8 @@ def calibrate(args, critic, engine, problems, reward_function, tokenizer, accele
 
 def main(args: Args, preset: str) -> None:
     check(args)
+    if args.dry_run:
+        return dry_run(args, frozen_critic=args.critic)
     accelerator = make_accelerator(args)
     tokenizer = load_tokenizer(args.model)
     problems, suites = load_problems(args, tokenizer)
@@ -424,17 +427,16 @@ def main(args: Args, preset: str) -> None:
         else:
             advantages = whiten(advantages, mask, *mean_and_variance(advantages, mask, accelerator))
         # pi_old by the trainer's forward, not by the engine's numbers; no grad.
-        minibatches = batch.minibatches
         old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # [b, T]
         with run.timer("old_logprobs"), torch.no_grad():
             # The first minibatch gets them from its update's own forward, where pi_theta is pi_old.
-            for minibatch in minibatches[0 if args.old_logprobs_pass else 1 :]:
+            for minibatch in batch.minibatches[0 if args.old_logprobs_pass else 1 :]:
                 for rows, _ in microbatches(batch, minibatch, args, accelerator):  # collective
                     old_logprobs[rows] = policy(*batch.inputs(rows), args.temperature)[0]
         reshard(policy)  # of FSDP: lets go of the embedding and head that no_grad left gathered
 
         # 4 Update: one optimizer step of the policy per minibatch
-        minibatches = minibatches * args.num_epochs  # the list, num_epochs times
+        minibatches = batch.minibatches * args.num_epochs  # the list, num_epochs times
         for update, minibatch in enumerate(run.timed("policy_update", minibatches)):
             num_tokens = accelerator.reduce(mask[minibatch].sum()).clamp(min=1)  # collective
             for rows, weight in microbatches(batch, minibatch, args, accelerator):  # collective
@@ -463,9 +465,7 @@ def main(args: Args, preset: str) -> None:
         meter.add({"value/min": torch.where(states, values, torch.inf).min()}, 1)
         meter.add({"value/max": torch.where(states, values, -torch.inf).max()}, 1)
         metrics = meter.reduce(accelerator) | rollout_metrics(groups)  # collective
-        past.append(
-            [float(lengths.mean()), metrics["text/restatements"], metrics["policy/entropy"]]
-        )
+        past += [[float(lengths.mean()), metrics["text/restatements"], metrics["policy/entropy"]]]
         tokens, stated, entropies = zip(*past, strict=True)
         metrics |= {
             "reward/mean": float(all_rewards.mean()),

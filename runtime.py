@@ -75,6 +75,13 @@ def launch(main: Callable, args_type: type, presets: dict, doc: str) -> None:
         raise SystemExit(130) from None
 
 
+def num_processes(args) -> int:
+    """Ranks, as torchrun says. A dry run without it is about the README's 8 GPUs, or about one CPU
+    process where engine_memory is not a share but gigabytes."""
+    assumed = 8 if args.dry_run and args.engine_memory <= 1 else 1
+    return int(os.environ.get("WORLD_SIZE", assumed))
+
+
 def check_args(args) -> None:
     """Refuse settings that no RL script can run with."""
     counts = "num_steps prompts_per_step group_size max_response_tokens minibatch_size num_epochs"
@@ -115,11 +122,13 @@ def check_args(args) -> None:
         f"max_prompt_tokens + max_response_tokens = {longest}; raise it",
     )
     require(
-        "RANK" in os.environ or not (args.activation_checkpointing or args.cpu_offload),
+        args.dry_run
+        or "RANK" in os.environ
+        or not (args.activation_checkpointing or args.cpu_offload),
         "--activation-checkpointing and --cpu-offload need FSDP: start the script with torchrun "
         "--nproc_per_node N, or switch both off",
     )
-    kinds, world = ("auto", "hf", "vllm"), int(os.environ.get("WORLD_SIZE", 1))
+    kinds, world = ("auto", "hf", "vllm"), num_processes(args)
     require(
         args.rollout_engine in kinds,
         f"--rollout-engine {args.rollout_engine!r}; use one of {', '.join(kinds)}",

@@ -50,6 +50,7 @@ from common import (
     require,
     set_learning_rate,
 )
+from dry_run import dry_run
 
 # ==================================================================================================
 # 3 Args and presets
@@ -67,6 +68,7 @@ class Args:
     keep_last: int = 1  # checkpoints to keep; the model of every epoch stays anyway
     resume: bool = False  # continue the newest complete checkpoint of the run with this name
     track: str = ""  # a tracker of Accelerate (tensorboard, wandb, ...) beside metrics.jsonl
+    dry_run: bool = False  # print sizes, shards and memory of this preset, and end
     # Task
     model: str = "tiny-untrained"  # a hub id, a local folder, or tiny-untrained (built in)
     dataset: str = "tiny"  # prompts with solutions: tiny, a known name, a file, a hub id
@@ -114,7 +116,9 @@ def check(args: Args) -> None:
     one_length = (args.num_steps is None) != (args.num_epochs is None)
     require(one_length, f"{lengths}: give one of them, and None for the other")
     require(
-        "RANK" in os.environ or not (args.activation_checkpointing or args.cpu_offload),
+        args.dry_run
+        or "RANK" in os.environ
+        or not (args.activation_checkpointing or args.cpu_offload),
         "--activation-checkpointing and --cpu-offload need torchrun; or switch both off",
     )
 
@@ -240,6 +244,8 @@ def cosine_learning_rate(step: int, args: Args) -> float:
 
 def main(args: Args, preset: str) -> None:
     check(args)
+    if args.dry_run:
+        return dry_run(args)
     accelerator = make_accelerator(args)
     tokenizer = load_tokenizer(args.model)
     policy, optimizer = load_policy(args, accelerator)

@@ -127,6 +127,7 @@ def test_every_flag_named_in_the_docs_exists():
     tools = [*ROOT.glob("benchmarks/*.py"), ROOT / "pictures.py", ROOT / "verifier.py"]
     known |= {flag for p in tools for flag in re.findall(r'"(--[a-z-]+)"', p.read_text())}
     known |= {"--help", "--nproc-per-node", "--check"}  # of tyro, torchrun, ruff format
+    known |= {"--nnodes", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
     for page, text in PAGES.items():
         named = {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
         unknown = {flag for flag in named - known if flag.replace("--no-", "--") not in known}
