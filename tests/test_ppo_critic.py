@@ -1281,8 +1281,8 @@ def test_presets_follow_table_6(monkeypatch):
     assert PRESETS["qwen3-4b-cap4096"] == cap
     # TINY: the paper updates the critic once per batch, and at other rates
     args = PRESETS["tiny"]
-    assert args.critic_updates_per_batch == 8 and (args.learning_rate, args.critic_learning_rate) \
-        == (2e-4, 1e-3)  # fmt: skip
+    assert args.critic_updates_per_batch == 8
+    assert (args.learning_rate, args.critic_learning_rate) == (2e-4, 1e-3)
     assert args.minibatch_size == args.prompts_per_step * args.group_size and args.num_epochs == 1
     for name in ("gamma", "gae_lambda", "clip_eps_low", "clip_eps_high", "dual_clip", "value_clip",
                  "temperature", "warmup_steps", "weight_decay", "max_grad_norm"):  # fmt: skip

@@ -29,7 +29,10 @@ CASES = {
         ["--learning-rat", "--learning-rate", "--group-size"],
     ),
     "sizes that do not divide": (["--minibatch-size", "100"], ["100", "512"]),
-    "group of one": (["--group-size", "1"], ["--group-size 1", "--no-dynamic-sampling"]),
+    "group of one": (
+        ["--group-size", "1", "--minibatch-size", "16"],
+        ["--group-size 1", "--no-dynamic-sampling"],
+    ),
     "temperature 0": (["--temperature", "0"], ["--temperature 0", "above 0"]),
     "one update per batch": (["--minibatch-size", "512"], ["512", "f = 1", "smaller divisor"]),
     "limit over the model": (
