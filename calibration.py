@@ -118,9 +118,11 @@ def assess(scores, rewarded, correct, problem_ids, finished) -> tuple[list[str],
     faults = critic_faults(scores, rewarded, correct, problem_ids)
     right, problem_ids = np.asarray(correct) > 0.5, np.asarray(problem_ids)
     shares = [right[problem_ids == p].mean() for p in np.unique(problem_ids)]
+    mixed = sum(0 < share < 1 for share in shares)
+    few = " (fewer than 10: a thin sample)" if mixed < 10 else ""
     return faults, (
         f"{len(right)} rollouts, {right.mean():.1%} right, {np.mean(finished):.1%} finished, "
-        f"{sum(0 < share < 1 for share in shares)} problems with both outcomes; agreement "
+        f"{mixed} problems with both outcomes{few}; agreement "
         f"{(np.asarray(rewarded) == right).mean():.1%}"
     )
 

@@ -468,9 +468,10 @@ def freeze(module: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 
 def fingerprint(folder: str) -> str:
-    """A hash of the weights in a model folder."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(resolve_model(folder)).glob("*.safetensors")):
+    """A hash of the weights in a local model folder. UsageError where it holds none."""
+    digest, paths = hashlib.sha256(), sorted(Path(resolve_model(folder)).glob("*.safetensors"))
+    require(len(paths) > 0, f"{folder!r} holds no *.safetensors; name a local folder of a critic")
+    for path in paths:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
@@ -774,8 +775,8 @@ def mean_and_variance(x: Tensor, mask: Tensor, accelerator: Accelerator) -> tupl
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """Share of the peak learning rate at step 1, 2, ...: linear to 1, then constant."""
-    return min(1.0, step / max(1, warmup_steps))
+    """Share of the peak learning rate at step 1, 2, ...: linear to 1, then constant; 0 before."""
+    return max(0.0, min(1.0, step / max(1, warmup_steps)))
 
 
 def scheduled_learning_rate(step: int, args) -> float:

@@ -8,7 +8,7 @@ chosen. Critics have a name for making long-chain RL unstable; the paper's findi
 update does: one optimizer step on each whole batch, and the instability recedes.
 
     V_t   ~ Pr(success | prompt, y_<t)                                           [RFPO Eq. 1]
-    A_t   = sum over k >= t of (gamma lambda)^(k-t) (r_k + gamma V_{k+1} - V_k)   GAE
+    A_t   = sum over k >= t of (gamma lambda)^(k-t) (r_k + gamma V_{k+1} - V_k), V = 0 at the end
           = r - V_t where gamma = lambda = 1 and r comes at the end              [RFPO Algorithm 1]
     L_t   = max(-ratio_t A_t, -clip(ratio_t, 1 - e, 1 + e) A_t)                  A_t whitened
     L_V   = 0.5 max((V_t - R_t)^2, (clip(V_t, old_t - c, old_t + c) - R_t)^2)
@@ -21,8 +21,8 @@ Laptop:   python ppo_critic.py
 8 GPUs:   torchrun --nproc_per_node 8 ppo_critic.py qwen3-4b-phase1
 Compare:  diff ppo_critic.py rfpo.py
 
-DEVIATION: the baseline of token t is the value of the state before it, where RFPO Algorithm 1
-writes V(x, y_<=t): one that has seen the action it judges is biased.
+DEVIATION: the baseline of token t is the value of the state before it, where RFPO Eq. 1 and
+Algorithm 1 write V(x, y_<=t): one that has seen the action it judges is biased.
 test_ppo_critic.py::test_the_baseline_has_not_seen_the_token_it_judges pins it.
 DEVIATION: the tiny preset updates the critic eight times per batch, where RFPO updates it once.
 test_ppo_critic.py::test_presets_follow_table_6 pins it.
@@ -119,7 +119,7 @@ class Args:
     # Optimization
     learning_rate: float = 2e-4  # of the policy's AdamW (TINY; RFPO Table 6: 1e-6)
     critic_learning_rate: float = 1e-3  # of the critic's AdamW (TINY; RFPO Table 6: 1e-5)
-    warmup_steps: int = 10  # updates of linear warm-up; constant after them
+    warmup_steps: int = 10  # steps of linear warm-up; constant after them
     weight_decay: float = 0.1  # of AdamW
     max_grad_norm: float = 1.0  # gradient norm above which gradients are scaled down
     minibatch_size: int = 512  # responses per policy update; the whole batch: one update
@@ -138,8 +138,8 @@ class Args:
     critic_updates_per_batch: int = 8  # equal parts of a batch, one critic update each (RFPO: 1)
     critic_warmup_steps: int = 8  # first steps, which train the critic alone (RFPO phase 1: 30)
     old_logprobs_pass: bool = False  # a forward of its own for old log-probs, as the paper runs it
-    save_actor_at_step: int | None = 30  # the policy after this step is kept as <run>/pi_0
-    save_critic_at_step: int | None = 50  # the critic after this step is kept as <run>/critic
+    save_actor_at_step: int | None = 30  # keep the policy of this step as <run>/pi_0
+    save_critic_at_step: int | None = 50  # keep the critic of this step as <run>/critic
 
 
 def check(args: Args) -> None:
@@ -358,7 +358,7 @@ def main(args: Args, preset: str) -> None:
         with run.timer("rollout"):
             groups = sample(engine, drawn, args.group_size, sampling, args.seed)  # my share
 
-        # 2 Reward: judge the responses, then give every group to every rank
+        # 2 Reward: judge the responses, give every group to every rank, read the values
         with run.timer("reward"):
             groups = judge(groups, reward_function, tokenizer)
         groups = gather_groups(groups, engine)  # collective
@@ -371,7 +371,7 @@ def main(args: Args, preset: str) -> None:
         all_rewards = correct
         outcome = all_rewards[batch.rows].to(accelerator.device)[:, None]  # [b, 1], my rows
 
-        # 3 Advantage: values of all states, GAE, whitened over the batch
+        # 3 Advantage: GAE on those values, whitened over the batch
         mask = batch.mask  # [b, T], of tokens
         states = torch.cat([mask[:, :1], mask], 1)  # [b, T + 1], of the states around them
         terminal = states & ~F.pad(mask, (0, 1))  # [b, T + 1], the state after the last token

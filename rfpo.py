@@ -8,11 +8,11 @@ that the policy would exploit; so the score is debiased by length and cut to 0 o
 the frozen critic gives reward, baseline, and a forecast for responses that were cut off.
 
     v     = V(prompt, y)              value of the state after the last token, cut off or not
-    b(l)  = mean of v at length l minus that of its class (right, wrong), averaged over classes
-    tau   = quantile of v - s b at 1 - (share of right ones);  b and tau of 512 first rollouts
+    b(l)  = mean of v at length l minus mean of v, within the right and within the wrong, averaged
+    tau   = quantile of v - s b at 1 - (share of right ones);  b and tau of 512 rollouts of pi_0
     r     = 1 where v - s b(l) > tau, else 0                                     [RFPO Eq. 2]
     r     = the verifier's verdict instead, with probability p                   [RFPO Algorithm 1]
-    A_t   = r - V_t, whitened; then PPO's clipped loss                           [RFPO Algorithm 1]
+    A_t   = r - V_t, whitened, V_t of the state before token t; PPO's loss       [RFPO Algorithm 1]
 
 Differs from ppo_critic.py in the reward, and in that the critic is never trained. At p = 0 no label
 enters training after the calibration (calibration.py fits it).
@@ -21,8 +21,8 @@ Laptop:   python ppo_critic.py && python rfpo.py
 8 GPUs:   torchrun --nproc_per_node 8 rfpo.py qwen3-4b
 Compare:  diff ppo_critic.py rfpo.py
 
-DEVIATION: the baseline of token t is the value of the state before it, where RFPO Algorithm 1
-writes V(x, y_<=t): one that has seen the action it judges is biased.
+DEVIATION: the baseline of token t is the value of the state before it, where RFPO Eq. 1 and
+Algorithm 1 write V(x, y_<=t): one that has seen the action it judges is biased.
 test_ppo_critic.py::test_the_baseline_has_not_seen_the_token_it_judges pins it.
 DEVIATION: p = 1 keeps the critic frozen, where the paper's p = 1 is ppo_critic.py.
 test_rfpo.py::test_with_all_labels_the_reward_is_the_verdict pins it.
@@ -131,7 +131,7 @@ class Args:
     rollout_is_cap: float = 0.0  # truncated importance sampling: cap of pi_old / pi_engine; 0: off
     # Optimization
     learning_rate: float = 1e-4  # of the policy's AdamW (TINY; RFPO Table 6: 1e-6)
-    warmup_steps: int = 10  # updates of linear warm-up; constant after them
+    warmup_steps: int = 10  # steps of linear warm-up; constant after them
     weight_decay: float = 0.1  # of AdamW
     max_grad_norm: float = 1.0  # gradient norm above which gradients are scaled down
     minibatch_size: int = 512  # responses per policy update; the whole batch: one update
@@ -208,7 +208,6 @@ PAPER = Args(
     tokens_per_microbatch=32_768,
     activation_checkpointing=True,
 )
-LASTING = "rollout/response_tokens_mean", "text/restatements", "policy/entropy"  # for the alarms
 PRESETS = {
     "tiny": Args(),
     "qwen3-4b": PAPER,
@@ -322,7 +321,7 @@ def read_values(critic, batch, args, accelerator):
 
 
 def calibrate(args, critic, engine, problems, reward_function, tokenizer, accelerator):
-    """Sample the calibration rollouts, judge, score and fit them; refuse a critic too weak."""
+    """Sample the calibration rollouts, judge, score, fit; refuse a weak critic. A collective."""
     drawn = draw_problems(problems, 0, args.calibration_rollouts // args.group_size, args.seed)
     sampling = Sampling(args.max_response_tokens, args.temperature)
     groups = sample(engine, drawn, args.group_size, sampling, args.seed, 2)
@@ -334,7 +333,7 @@ def calibrate(args, critic, engine, problems, reward_function, tokenizer, accele
     correct = torch.tensor([c for g in groups for c in g.correct])
     kept = torch.tensor([r.finished or args.calibrate_on == "all" for r in responses])
     fitted = fit_calibration(scores[kept], lengths[kept], correct[kept], args.num_bins, args.scale)
-    rewarded = critic_rewards(scores, lengths, fitted) > 0.5  # [N]
+    rewarded = critic_rewards(scores, lengths, fitted) > 0.5  # [N], by Eq. 2 in every mode
     outcome = correct, problem_ids_of(groups), [r.finished for r in responses]
     faults, summary = assess(scores, rewarded, *outcome)
     if accelerator.is_main_process:
@@ -367,7 +366,7 @@ def main(args: Args, preset: str) -> None:
     run = Run("rfpo", preset, args, accelerator)
     state = run.resume(trained)  # empty without --resume
     cursor, bad_steps = state.get("cursor", 0), state.get("bad_steps", 0)
-    past = state.get("past", [])  # LASTING of each step
+    past = state.get("past", [])  # mean length, restatements and entropy of each step
     engine.sync_weights(policy)
     if state:
         calibration = load_calibration(args, state["calibration"])
