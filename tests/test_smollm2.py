@@ -122,7 +122,7 @@ def test_a_real_language_model_trains_on_real_problems(script, engine, smollm2, 
 
 CRITIC_SETTINGS = """
     --reward verifier --max-prompt-tokens 320 --max-response-tokens 64 --temperature 0.5
-    --prompts-per-step 4 --group-size 8 --minibatch-size 32 --eval-every 9 --eval-problems 1
+    --prompts-per-step 1 --group-size 8 --minibatch-size 8 --eval-every 9 --eval-problems 1
     --eval-samples 1 --save-every 9 --learning-rate 1e-6 --warmup-steps 0
     --tokens-per-microbatch 1024 --rollout-engine hf
 """
@@ -150,6 +150,7 @@ def test_a_real_critic_is_made_calibrated_refused_and_used(smollm2, rows):
         for line in lines[1:]:
             assert math.isfinite(line["optim/critic_grad_norm"]) and line["value/loss"] > 0
         pair = ["--policy", str(run / "pi_0"), "--critic", str(run / "critic"), "--num-steps", "1"]
+        pair += ["--prompts-per-step", "4", "--minibatch-size", "32"]
         # 64 responses to the eight rows: some of them are right, most are not.
         sample = ["--calibration-rollouts", "64", "--num-bins", "4"]
         refused = start("rfpo.py", *pair, *sample)
