@@ -291,7 +291,7 @@ def value_loss(values, old_values, returns, mask, num_states, value_clip):
     mask = mask.bool()
     error, clipped_error = torch.where(
         mask,
-        torch.stack([values, old_values + (values - old_values).clamp(-value_clip, value_clip)])
+        torch.stack([values, values.clamp(old_values - value_clip, old_values + value_clip)])
         - returns,
         0.0,
     )  # padding may hold NaN

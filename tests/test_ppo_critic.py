@@ -456,6 +456,13 @@ def test_value_clip_is_around_the_old_value():
     assert loss == pytest.approx(0.28125) and gradient.item() == 0
 
 
+def test_no_value_within_the_clip_counts_as_clipped():
+    # At most 0.48 from its old value; old + (V - old) may miss V by its last bits, which is no clip
+    values, old = 0.24 * (2 * torch.rand(2, 10_000, generator=torch.Generator().manual_seed(0)) - 1)
+    _, stats = value_loss(values, old, 0 * old, torch.ones(10_000), 10_000, 0.5)
+    assert stats["value/clip_frac"] == 0
+
+
 def test_value_clip_binds_in_the_second_of_two_updates():
     # SGD at rate 0.6 from V = 0 towards R = 1: V = 0.6 is beyond the clip, so the gradient is 0
     values, old, found = torch.zeros(1, 1, requires_grad=True), torch.zeros(1, 1), []
