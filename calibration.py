@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import UsageError, fingerprint, require, within_problem_auc
+from common import UsageError, explained_variance, fingerprint, require, within_problem_auc
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def critic_faults(scores, rewarded, correct, problem_ids) -> list[str]:
     Terminal scores, whether the response is rewarded, whether it is right, its problem: all [N], of
     calibration rollouts. The limits are ours; scores of prefixes are no substitute (Table 12)."""
     scores, correct = np.asarray(scores, dtype=np.float64), np.asarray(correct, dtype=np.float64)
-    variance = 1 - np.var(correct - scores) / np.var(correct)
+    tensors = map(torch.from_numpy, (scores, correct, np.ones(len(correct))))
+    variance = explained_variance(*tensors)
     within, rate = within_problem_auc(scores, correct, problem_ids), correct.mean()
     precision = correct[np.asarray(rewarded)].mean() if any(rewarded) else 0.0
     measures = (

@@ -50,6 +50,7 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 
@@ -61,6 +62,7 @@ from engines import (
     Response,
     Sampling,
     VLLMEngine,
+    longest_response,
     random_states,
     row_seed,
     set_random_states,
@@ -79,6 +81,7 @@ from metrics import within_problem_auc as within_problem_auc
 from models import Critic, Policy, full_weights
 from runtime import UsageError, require
 from runtime import check_args as check_args
+from runtime import check_sharding as check_sharding
 from runtime import launch as launch
 from runtime import make_accelerator as make_accelerator
 
@@ -398,7 +401,7 @@ def load_lm(args) -> nn.Module:
     model = resolve_model(args.model)
     config = AutoConfig.from_pretrained(model)
     config.max_position_embeddings = args.max_context or config.max_position_embeddings
-    longest = max(args.max_response_tokens, args.eval_max_tokens or 0)
+    longest = longest_response(args)
     need, limit = args.max_prompt_tokens + longest, config.max_position_embeddings
     require(
         need <= limit,
@@ -424,10 +427,10 @@ def load_reference(args, accelerator: Accelerator) -> nn.Module:
     return freeze(Policy(load_lm(args)), accelerator)
 
 
-def load_critic(args, tokenizer) -> Critic:
-    """The value model in the folder args.critic; where that is None, the policy's weights with a
-    new scalar head. Not yet placed: a script trains or freezes it. Raises UsageError for a folder
-    without a value head, of another architecture or with another vocabulary."""
+def critic_config(args, tokenizer) -> PretrainedConfig:
+    """The configuration of the critic that load_critic loads; no weights are read. Raises
+    UsageError for a folder without a value head, of another architecture or with another
+    vocabulary."""
     folder = resolve_model(args.critic or args.model, "--critic")
     config = AutoConfig.from_pretrained(folder)
     config.max_position_embeddings = args.max_context or config.max_position_embeddings
@@ -447,6 +450,14 @@ def load_critic(args, tokenizer) -> Critic:
             f"{where} has another vocabulary ({len(theirs)} tokens) than the policy "
             f"({len(tokenizer.get_vocab())}); take a critic trained with this tokenizer",
         )
+    return config
+
+
+def load_critic(args, tokenizer) -> Critic:
+    """The value model in the folder args.critic; where that is None, the policy's weights with a
+    new scalar head. Not yet placed: a script trains or freezes it. UsageError as critic_config."""
+    config = critic_config(args, tokenizer)
+    folder = resolve_model(args.critic or args.model)
     transformers.utils.logging.set_verbosity_error()  # it reports a new head: we asked for one
     lm = AutoModelForTokenClassification.from_pretrained(folder, config=config, dtype=torch.float32)
     transformers.utils.logging.set_verbosity_warning()
@@ -756,6 +767,21 @@ def gather_rows(x: Tensor, batch: Batch, accelerator: Accelerator) -> Tensor:
     pairs = gather_object(list(zip(batch.rows.tolist(), x.tolist(), strict=True)))
     whole = dict(pairs)  # a row that a rank repeats appears twice, with the same number
     return torch.tensor([whole[row] for row in range(len(whole))])
+
+
+@torch.no_grad()
+def read_values(
+    critic: nn.Module, batch: Batch, args, accelerator: Accelerator
+) -> tuple[Tensor, Tensor]:
+    """Values of the T + 1 states of this rank's rows, and of the last one: [b, T + 1] and [b]. A
+    collective."""
+    b, T = batch.mask.shape
+    values = torch.zeros(b, T + 1, device=accelerator.device)
+    everything = torch.cat(batch.minibatches)
+    for rows, _ in microbatches(batch, everything, args, accelerator):
+        values[rows] = critic(*batch.inputs(rows))
+    reshard(critic)
+    return values, values.gather(1, batch.response_lengths[:, None])[:, 0]
 
 
 def mean_and_variance(x: Tensor, mask: Tensor, accelerator: Accelerator) -> tuple[Tensor, Tensor]:

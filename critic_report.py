@@ -280,7 +280,7 @@ def state_values(critic, rollouts, args, tokenizer, accelerator):
     """Values of all states [N, T + 1], 0 beyond each response. A collective."""
     size, longest = len(rollouts.lengths), int(rollouts.lengths.max())
     batch = common.make_batch(rollouts.groups, size, tokenizer.pad_token_id, accelerator)
-    values, _ = rfpo.read_values(critic, batch, args, accelerator)  # [b, T + 1], of my rows
+    values, _ = common.read_values(critic, batch, args, accelerator)  # [b, T + 1], of my rows
     values = F.pad(values, (0, longest + 1 - values.shape[1])).cpu().numpy()
     whole = dict(gather_object(list(zip(batch.rows.tolist(), values, strict=True))))
     return np.stack([whole[row] for row in range(size)])
@@ -315,7 +315,7 @@ def main(args: Args, preset: str) -> None:
     accelerator = common.make_accelerator(args)
     tokenizer, cap = common.load_tokenizer(args.model), args.max_response_tokens
     for name in args.critics:  # a wrong one is refused before anything is sampled
-        common.load_critic(replace(args, critics=(name,)), tokenizer)
+        common.critic_config(replace(args, critics=(name,)), tokenizer)
     fitted = load_calibration(args) if args.calibration else None
     problems = common.load_dataset(args.dataset, "train", args, tokenizer)
     drawn = common.draw_problems(problems, 0, args.num_problems, args.seed)

@@ -30,6 +30,11 @@ class Sampling:
     top_p: float = 1.0
 
 
+def longest_response(args) -> int:
+    """The most tokens that training or evaluation samples."""
+    return max(args.max_response_tokens, args.eval_max_tokens or 0)
+
+
 @dataclass
 class Response:
     """One sampled response. token_ids and the sampler's logprobs [T] end with the stop token where
@@ -209,8 +214,7 @@ class VLLMEngine(Engine):
         self.names = set(shell.state_dict())  # of the weights that a sync must send
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        longest = max(args.max_response_tokens, args.eval_max_tokens or 0)
-        max_context = args.max_prompt_tokens + longest
+        max_context = args.max_prompt_tokens + longest_response(args)
         if self.cuda:  # a share of the GPU's memory
             limits = {"gpu_memory_utilization": args.engine_memory}
         else:  # gigabytes of KV cache; seeded requests crash where a prompt is split over two steps

@@ -62,6 +62,7 @@ from common import (
     mean_and_variance,
     microbatches,
     problem_ids_of,
+    read_values,
     require,
     reshard,
     rollout_metrics,
@@ -305,18 +306,6 @@ def value_loss(values, old_values, returns, mask, num_states, value_clip):
 # ==================================================================================================
 
 
-@torch.no_grad()
-def read_values(critic, batch, args, accelerator):
-    """Values of the T + 1 states, and of the last one: [b, T + 1] and [b]. A collective."""
-    b, T = batch.mask.shape
-    values = torch.zeros(b, T + 1, device=accelerator.device)
-    everything = torch.cat(batch.minibatches)
-    for rows, _ in microbatches(batch, everything, args, accelerator):  # collective
-        values[rows] = critic(*batch.inputs(rows))
-    reshard(critic)
-    return values, values.gather(1, batch.response_lengths[:, None])[:, 0]
-
-
 def main(args: Args, preset: str) -> None:
     check(args)
     if args.dry_run:
@@ -366,7 +355,8 @@ def main(args: Args, preset: str) -> None:
         correct = torch.tensor([c for g in groups for c in g.correct])  # [B]
         batch = make_batch(groups, piece_size, tokenizer.pad_token_id, accelerator)
         with run.timer("values"):
-            values, scores = read_values(critic, batch, args, accelerator)  # [b, T + 1], [b]
+            # No grad, collective: values of my rows [b, T + 1], and the terminal ones [b]
+            values, scores = read_values(critic, batch, args, accelerator)
         scores = gather_rows(scores, batch, accelerator)  # collective; [B]
         all_rewards = correct
         outcome = all_rewards[batch.rows].to(accelerator.device)[:, None]  # [b, 1], my rows
@@ -379,8 +369,9 @@ def main(args: Args, preset: str) -> None:
         advantages, returns = gae(rewards, values[:, :-1], mask, args.gamma, args.gae_lambda)
         targets = torch.where(terminal, outcome, F.pad(returns, (0, 1)))  # [b, T + 1]
         _, variance = mean_and_variance(returns, mask, accelerator)  # collective
-        _, unexplained = mean_and_variance(advantages, mask, accelerator)  # returns - values
-        advantages = whiten(advantages, mask, *mean_and_variance(advantages, mask, accelerator))
+        # Collective; an advantage is what the value left unexplained of the return.
+        mean, unexplained = mean_and_variance(advantages, mask, accelerator)
+        advantages = whiten(advantages, mask, mean, unexplained)
         # pi_old by the trainer's forward, not by the engine's numbers; no grad.
         minibatches = batch.merged(args.minibatch_size // piece_size) if policy_step > 0 else []
         old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # [b, T]

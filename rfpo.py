@@ -69,6 +69,7 @@ from common import (
     mean_and_variance,
     microbatches,
     problem_ids_of,
+    read_values,
     rebounded,
     require,
     reshard,
@@ -84,6 +85,7 @@ from common import (
     within_problem_auc,
 )
 from dry_run import dry_run
+from metrics import restatements as restatements
 from verifier import grade
 
 # ==================================================================================================
@@ -308,18 +310,6 @@ def critic_rewards(
 # ==================================================================================================
 
 
-@torch.no_grad()
-def read_values(critic, batch, args, accelerator):
-    """Values of the T + 1 states, and of the last one: [b, T + 1] and [b]. A collective."""
-    b, T = batch.mask.shape
-    values = torch.zeros(b, T + 1, device=accelerator.device)
-    everything = torch.cat(batch.minibatches)
-    for rows, _ in microbatches(batch, everything, args, accelerator):  # collective
-        values[rows] = critic(*batch.inputs(rows))
-    reshard(critic)
-    return values, values.gather(1, batch.response_lengths[:, None])[:, 0]
-
-
 def calibrate(args, critic, engine, problems, reward_function, tokenizer, accelerator):
     """Sample the calibration rollouts, judge, score, fit; refuse a weak critic. A collective."""
     drawn = draw_problems(problems, 0, args.calibration_rollouts // args.group_size, args.seed)
@@ -401,7 +391,8 @@ def main(args: Args, preset: str) -> None:
         lengths = torch.tensor([float(len(r.token_ids)) for g in groups for r in g.responses])
         batch = make_batch(groups, args.minibatch_size, tokenizer.pad_token_id, accelerator)
         with run.timer("values"):
-            values, scores = read_values(critic, batch, args, accelerator)  # [b, T + 1], [b]
+            # No grad, collective: values of my rows [b, T + 1], and the terminal ones [b]
+            values, scores = read_values(critic, batch, args, accelerator)
         scores = gather_rows(scores, batch, accelerator)  # collective; [B]
         all_rewards = critic_rewards(
             scores, lengths, calibration, args.reward_mode, args.fixed_threshold, args.debias_until
@@ -418,13 +409,14 @@ def main(args: Args, preset: str) -> None:
         rewards = outcome * terminal[:, 1:]  # [b, T], at the last token
         advantages, returns = gae(rewards, values[:, :-1], mask, args.gamma, args.gae_lambda)
         _, variance = mean_and_variance(returns, mask, accelerator)  # collective
-        _, unexplained = mean_and_variance(advantages, mask, accelerator)  # returns - values
+        # Collective; an advantage is what the value left unexplained of the return.
+        mean, unexplained = mean_and_variance(advantages, mask, accelerator)
         if args.advantage == "group":
             grouped = all_rewards.view(-1, args.group_size)  # [P, G]
             grouped = (grouped - grouped.mean(1, True)) / (grouped.std(1, keepdim=True) + 1e-6)
             advantages = grouped.view(-1)[batch.rows].to(values)[:, None].expand(mask.shape)
         else:
-            advantages = whiten(advantages, mask, *mean_and_variance(advantages, mask, accelerator))
+            advantages = whiten(advantages, mask, mean, unexplained)
         # pi_old by the trainer's forward, not by the engine's numbers; no grad.
         old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # [b, T]
         with run.timer("old_logprobs"), torch.no_grad():

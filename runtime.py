@@ -121,13 +121,7 @@ def check_args(args) -> None:
         f"--tokens-per-microbatch {args.tokens_per_microbatch} is below the longest sequence, "
         f"max_prompt_tokens + max_response_tokens = {longest}; raise it",
     )
-    require(
-        args.dry_run
-        or "RANK" in os.environ
-        or not (args.activation_checkpointing or args.cpu_offload),
-        "--activation-checkpointing and --cpu-offload need FSDP: start the script with torchrun "
-        "--nproc_per_node N, or switch both off",
-    )
+    check_sharding(args)
     kinds, world = ("auto", "hf", "vllm"), num_processes(args)
     require(
         args.rollout_engine in kinds,
@@ -136,6 +130,17 @@ def check_args(args) -> None:
     require(
         world % args.tensor_parallel == 0,
         f"--tensor-parallel {args.tensor_parallel} does not divide the {world} processes",
+    )
+
+
+def check_sharding(args) -> None:
+    """Refuse what only FSDP can do in a process without it."""
+    require(
+        args.dry_run
+        or "RANK" in os.environ
+        or not (args.activation_checkpointing or args.cpu_offload),
+        "--activation-checkpointing and --cpu-offload need FSDP: start the script with torchrun "
+        "--nproc_per_node N, or switch both off",
     )
 
 

@@ -18,7 +18,6 @@ Deviations: none known.
 """
 
 import math
-import os
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -32,6 +31,7 @@ from common import (
     Problem,
     Response,
     Run,
+    check_sharding,
     column,
     count_bad_steps,
     evaluate,
@@ -115,12 +115,7 @@ def check(args: Args) -> None:
     lengths = f"--num-steps {args.num_steps} and --num-epochs {args.num_epochs}"
     one_length = (args.num_steps is None) != (args.num_epochs is None)
     require(one_length, f"{lengths}: give one of them, and None for the other")
-    require(
-        args.dry_run
-        or "RANK" in os.environ
-        or not (args.activation_checkpointing or args.cpu_offload),
-        "--activation-checkpointing and --cpu-offload need torchrun; or switch both off",
-    )
+    check_sharding(args)
 
 
 PRESETS = {
