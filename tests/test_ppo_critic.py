@@ -456,6 +456,13 @@ def test_value_clip_is_around_the_old_value():
     assert loss == pytest.approx(0.28125) and gradient.item() == 0
 
 
+def test_no_value_within_the_clip_counts_as_clipped():
+    # At most 0.48 from its old value; old + (V - old) may miss V by its last bits, which is no clip
+    values, old = 0.24 * (2 * torch.rand(2, 10_000, generator=torch.Generator().manual_seed(0)) - 1)
+    _, stats = value_loss(values, old, 0 * old, torch.ones(10_000), 10_000, 0.5)
+    assert stats["value/clip_frac"] == 0
+
+
 def test_value_clip_binds_in_the_second_of_two_updates():
     # SGD at rate 0.6 from V = 0 towards R = 1: V = 0.6 is beyond the clip, so the gradient is 0
     values, old, found = torch.zeros(1, 1, requires_grad=True), torch.zeros(1, 1), []
@@ -1156,8 +1163,9 @@ def test_a_critic_that_does_not_fit_is_named(name, tmp_path, policy_folder):
 # Two processes
 # --------------------------------------------------------------------------------------------------
 
-# The script itself, on 9 problems: 12 responses in uneven shares; then 4, of which a rank has none
-# in each of the four minibatches of the critic; last, a third step of the first run, resumed.
+# The script itself, on 9 problems: 12 responses in uneven shares; then 4 to one prompt, which one
+# rank samples, and of which it has one in each minibatch of the critic, and the other rank none;
+# last, a third step of the first run, resumed. The one evaluation problem, too, is one rank's.
 DRIVER = """
 import json, sys
 from dataclasses import replace
@@ -1188,8 +1196,9 @@ ppo_critic.main(replace(args, run_name="many", num_steps=3, resume=True), "tiny"
 
 
 def test_two_processes_shard_both_modules_and_agree_with_one(tmp_path, small_run, policy_folder):
-    sizes = {"minibatch_size": 6, "critic_updates_per_batch": 2, "eval_problems": 2}
-    few = {"prompts_per_step": 2, "group_size": 2, "minibatch_size": 4, "num_steps": 1}
+    # Pieces of 3 responses: 2 on one rank, 1 on the other, and mostly one to a micro-batch
+    sizes = {"minibatch_size": 6, "critic_updates_per_batch": 4, "tokens_per_microbatch": 24}
+    few = {"prompts_per_step": 1, "group_size": 4, "minibatch_size": 4, "num_steps": 1}
     few |= {"critic_updates_per_batch": 4, "save_critic_at_step": 1}
     one = {}
     many_folder, one["many"] = small_run(name="many", num_steps=3, **sizes)
