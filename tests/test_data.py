@@ -9,6 +9,7 @@ import pytest
 
 import common
 import dapo
+import data
 import tiny
 import verifier
 
@@ -133,7 +134,7 @@ def test_a_known_name_calls_the_hub_with_its_split_and_config(monkeypatch, base_
     monkeypatch.setattr(datasets, "load_dataset", stand_in)
     problems = common.load_dataset("gsm8k", "train", ARGS, Words())
     assert calls == [("openai/gsm8k", "main", "train")]
-    assert problems[0].prompt == common.BOXED.replace("{problem}", "1?")
+    assert problems[0].prompt == data.BOXED.replace("{problem}", "1?")
     common.load_dataset("someone/something", "test", ARGS, Words())
     assert calls[1] == ("someone/something", None, "test")
 
@@ -159,7 +160,7 @@ def test_evaluation_sets_by_name(name, path, split, column, answer, gold, monkey
     monkeypatch.setattr(datasets, "load_dataset", stand_in)
     (problem,) = common.load_dataset(name, "test", ARGS, Words())
     assert calls == [(path, None, split)]
-    assert problem.prompt == common.BOXED.replace("{problem}", "Find b.")
+    assert problem.prompt == data.BOXED.replace("{problem}", "Find b.")
     assert problem.gold == gold and verifier.verify(f"\\boxed{{{int(answer)}}}", gold)
 
 
