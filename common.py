@@ -227,22 +227,25 @@ def critic_config(args, tokenizer) -> PretrainedConfig:
     folder = resolve_model(args.critic or args.model, "--critic")
     config = AutoConfig.from_pretrained(folder)
     config.max_position_embeddings = args.max_context or config.max_position_embeddings
-    config.num_labels = 1
     if args.critic:
         kind, ours = config.model_type, AutoConfig.from_pretrained(resolve_model(args.model))
         head = "ForTokenClassification" in "".join(config.architectures or [])
         where = f"--critic {args.critic!r}"
         require(head, f"{where} has no value head; take the critic folder of a run")
+        outputs = config.num_labels
+        require(outputs == 1, f"{where} has a head of {outputs} outputs; a value head has one")
         require(
             kind == ours.model_type,
             f"{where} is a {kind} model, and the policy a {ours.model_type}; they must agree",
         )
-        theirs = AutoTokenizer.from_pretrained(folder).get_vocab()
+        theirs = AutoTokenizer.from_pretrained(folder).get_vocab()  # nearly empty without files
         require(
             theirs == tokenizer.get_vocab(),
             f"{where} has another vocabulary ({len(theirs)} tokens) than the policy "
-            f"({len(tokenizer.get_vocab())}); take a critic trained with this tokenizer",
+            f"({len(tokenizer.get_vocab())}); take a critic trained with this tokenizer, whose "
+            "folder holds it",
         )
+    config.num_labels = 1  # where the head is new
     return config
 
 

@@ -324,6 +324,9 @@ def main(args: Args, preset: str) -> None:
     settings = {k: v for k, v in vars(args).items() if k in signature(policy_loss).parameters}
     trained = (policy, optimizer), (critic, critic_optimizer)  # what a checkpoint holds
     run = Run("ppo_critic", preset, args, accelerator)
+    kept_at = max(args.save_actor_at_step or 0, args.save_critic_at_step or 0)
+    if kept_at > args.num_steps:
+        run.warn(f"--num-steps {args.num_steps} ends before step {kept_at}: no whole pair for rfpo")
     state = run.resume(*trained)  # empty without --resume
     cursor, bad_steps = state.get("cursor", 0), state.get("bad_steps", 0)
     bad_critic_steps = state.get("bad_critic_steps", 0)

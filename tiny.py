@@ -149,7 +149,7 @@ def newest_pair(runs_dir: str = "runs") -> Path:
     if not runs:
         raise FileNotFoundError(
             f"no policy and critic in {runs_dir}/ppo_critic-tiny-*; make them with: python "
-            "ppo_critic.py (or name a policy and a critic by flags)"
+            "ppo_critic.py (or name them, as those under another --runs-dir: --policy, --critic)"
         )
     return max(runs, key=lambda run: (run / "critic/config.json").stat().st_mtime)
 

@@ -27,6 +27,7 @@ from transformers import (
     LlamaConfig,
     LlamaForTokenClassification,
     PreTrainedTokenizerFast,
+    Qwen3ForTokenClassification,
 )
 
 import common
@@ -863,6 +864,13 @@ def test_critic_warmup_trains_the_critic_alone(small_run, policy_folder):
     assert metrics[3]["optim/learning_rate"] == pytest.approx(0.1)
 
 
+def test_a_run_too_short_for_the_pair_says_so_at_start(small_run, capsys):
+    small_run(num_steps=1, save_actor_at_step=1, save_critic_at_step=2)
+    assert "--num-steps 1 ends before step 2" in capsys.readouterr().out
+    small_run(name="long", num_steps=2, save_actor_at_step=1, save_critic_at_step=2)
+    assert "ends before" not in capsys.readouterr().out
+
+
 def test_neither_update_touches_the_other_module(small_run, policy_folder):
     # A rate of 1e-30 leaves fp32 weights where they are, but for zeros, which move by 1e-31
     save = {"save_critic_at_step": 1}
@@ -1118,6 +1126,18 @@ def llama(folder):
     return saved(folder, LlamaForTokenClassification(config), tiny.make_tokenizer())
 
 
+def two_outputs(folder):
+    config = tiny.make_config()
+    config.num_labels = 2
+    lm = Qwen3ForTokenClassification(config)
+    return saved(folder, lm, tiny.make_tokenizer())
+
+
+def no_tokenizer(folder):
+    make_critic().lm.save_pretrained(folder)
+    return str(folder)
+
+
 def another_vocabulary(folder):
     tokenizer = tiny.make_tokenizer()
     tokenizer.add_tokens(["maybe"])
@@ -1139,6 +1159,8 @@ def same_size_another_order(folder):
 
 BAD_CRITICS = {
     "no value head": (lambda _: tiny.untrained_policy(), ["has no value head", "critic folder"]),
+    "two outputs": (two_outputs, ["has a head of 2 outputs"]),
+    "no tokenizer": (no_tokenizer, ["vocabulary (1 tokens)", "whose folder holds it"]),
     "another architecture": (llama, ["llama", "qwen3", "must agree"]),
     "another vocabulary": (another_vocabulary, ["another vocabulary", "138 tokens", "137"]),
     "the same words, other ids": (same_size_another_order, ["another vocabulary"]),
