@@ -490,6 +490,12 @@ class Batch:
         lengths = self.prompt_lengths[rows], self.response_lengths[rows]
         return self.ids[rows, : int(sum(lengths).max())], *lengths, self.mask.shape[1]
 
+    def padding(self, rows: Tensor, weight: int) -> tuple[dict[str, int], int]:
+        """Of a micro-batch, for the Meter: its tokens of padding, and all its tokens."""
+        lengths = (self.prompt_lengths + self.response_lengths)[rows]
+        padded = len(rows) * int(lengths.max())
+        return {"train/padding_frac": padded - weight * int(lengths.sum())}, padded
+
     def merged(self, num: int) -> list[Tensor]:
         """Minibatches of num consecutive ones each."""
         starts = range(0, len(self.minibatches), num)
@@ -542,17 +548,24 @@ def microbatches(
     batch: Batch, minibatch: Tensor, args, accelerator: Accelerator
 ) -> list[tuple[Tensor, int]]:
     """Cut a minibatch into (rows, weight) pieces of at most args.tokens_per_microbatch padded
-    tokens, longest rows first.
+    tokens, longest rows first, so that padding and the number of pieces together cost least.
 
     A collective: every rank gets equally many pieces, for FSDP's gathers would wait forever for a
     rank that has fewer. The pieces that make up the number repeat a row with weight 0."""
     lengths = (batch.prompt_lengths + batch.response_lengths)[minibatch]
-    order = lengths.argsort(descending=True, stable=True)
-    sizes, pieces, start = lengths[order].tolist(), [], 0
-    while start < len(sizes):
-        stop = start + max(1, args.tokens_per_microbatch // sizes[start])
-        pieces.append((minibatch[order[start:stop]], 1))
-        start = stop
+    order, budget = lengths.argsort(descending=True, stable=True), args.tokens_per_microbatch
+    sizes, num = lengths[order].tolist(), len(order)
+    # cost[i]: of rows i and after. A piece costs its padded tokens, and a sixteenth of the budget
+    # for what every forward and backward costs by itself: gathers, launches.
+    cost, stop = np.zeros(num + 1), [0] * num
+    for i in reversed(range(num)):
+        stops = np.arange(i + 1, min(i + max(1, budget // sizes[i]), num) + 1)
+        costs = (stops - i) * sizes[i] + budget / 16 + cost[stops]
+        cost[i], stop[i] = costs.min(), int(stops[costs.argmin()])
+    pieces, start = [], 0
+    while start < num:
+        pieces.append((minibatch[order[start : stop[start]]], 1))
+        start = stop[start]
     most = accelerator.gather(torch.tensor([len(pieces)], device=minibatch.device)).max()
     return pieces + [(minibatch[order[-1:]], 0)] * (int(most) - len(pieces))
 

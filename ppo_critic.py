@@ -422,6 +422,7 @@ def main(args: Args, preset: str) -> None:
                 accelerator.backward(loss * accelerator.num_processes)
                 stats["policy/entropy"] = (entropy * keep).sum()
                 meter.add(stats | logprob_gap(old, sampler, keep), keep.sum())
+                meter.add(*batch.padding(rows, weight))
             grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             if torch.isfinite(grad_norm):
                 optimizer.step()

@@ -271,6 +271,7 @@ def main(args: Args, preset: str) -> None:
             accelerator.backward(loss * accelerator.num_processes)  # FSDP averages over ranks
             stats = {"sft/loss": loss * num_tokens, "policy/entropy": (entropy * mask).sum()}
             meter.add(stats, mask.sum())
+            meter.add(*batch.padding(rows, weight))
         grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         if torch.isfinite(grad_norm):
             optimizer.step()

@@ -112,6 +112,27 @@ def test_mask_comes_from_lengths_and_holds_eos():
     assert batch.ids.shape == (2, 7) and batch.prompt_lengths.tolist() == [3, 3]
 
 
+def test_padding_is_counted_over_the_tokens_of_all_forwards():
+    batch = common.make_batch(groups_of([5, 3, 2], prompt=1), 3, 0, Ranks())
+    rows = torch.tensor([0, 1, 2])  # 6, 4 and 3 tokens, padded to 6: 18 positions
+    assert batch.padding(rows, 1) == ({"train/padding_frac": 18 - 13}, 18)
+    assert batch.padding(rows[1:], 1) == ({"train/padding_frac": 8 - 7}, 8)
+    assert batch.padding(rows[:1], 0) == ({"train/padding_frac": 6}, 6)  # it fills up the number
+
+
+def test_microbatches_weigh_padding_against_their_number():
+    # Three rows of 100 tokens and five of 20, under 800: together they are 800 padded tokens, cut
+    # in two 300 + 100. A piece costs 800 / 16 = 50 by itself: 850 against 500.
+    args, lengths = SimpleNamespace(tokens_per_microbatch=800), [20, 100, 20, 20, 100, 20, 100, 20]
+    batch = common.make_batch(groups_of(lengths, prompt=0), 8, 0, Ranks())
+    pieces = common.microbatches(batch, batch.minibatches[0], args, Ranks())
+    assert [len(rows) for rows, _ in pieces] == [3, 5]
+    # Rows of 100 and 90: apart they are 460 + 100 with both pieces' own cost, together 500 + 50.
+    batch = common.make_batch(groups_of([100, 90, 90, 90, 100], prompt=0), 5, 0, Ranks())
+    (piece,) = common.microbatches(batch, batch.minibatches[0], args, Ranks())
+    assert len(piece[0]) == 5
+
+
 def test_microbatches_keep_the_budget_and_their_number_is_equal_on_all_ranks():
     batch = common.make_batch(groups_of([5, 9, 1, 7]), 4, 0, Ranks())
     args = SimpleNamespace(tokens_per_microbatch=24)
