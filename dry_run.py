@@ -127,7 +127,6 @@ def update_memory(size: Size, args, world: int) -> dict[str, float]:
             "gathered weights, gradients": 2 * (size.root + size.head) + 12 * size.layer,
         },
         {"gathered weights, gradients": (4 + 2) * size.root},  # reducing what is outside the layers
-        {"a buffer of AdamW": 0 if args.cpu_offload else 4 * size.params / world},
     ]
     shards = {"gradients, fp32": 0 if args.cpu_offload else 4 * size.params / world}
     return shards | max(moments, key=lambda rows: sum(rows.values()))

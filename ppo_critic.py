@@ -59,6 +59,7 @@ from common import (
     make_accelerator,
     make_batch,
     make_engine,
+    make_optimizer,
     mean_and_variance,
     microbatches,
     problem_ids_of,
@@ -316,8 +317,7 @@ def main(args: Args, preset: str) -> None:
     reward_function = load_reward(args.reward)
     policy, optimizer = load_policy(args, accelerator)
     critic = load_critic(args, tokenizer)
-    critic_optimizer = torch.optim.AdamW(critic.parameters(), weight_decay=args.weight_decay)
-    critic, critic_optimizer = accelerator.prepare(critic, critic_optimizer)
+    critic, critic_optimizer = accelerator.prepare(critic, make_optimizer(critic, args))
     engine = make_engine(args, policy, tokenizer, accelerator)
     sampling = Sampling(args.max_response_tokens, args.temperature)
     # Each parameter of policy_loss after num_tokens has the name of its flag.
