@@ -39,7 +39,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -53,6 +53,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 
 import tiny
 import verifier
@@ -94,6 +95,7 @@ from models import Critic, Policy, full_weights
 from runtime import UsageError, require
 from runtime import check_args as check_args
 from runtime import check_sharding as check_sharding
+from runtime import is_sharded as is_sharded
 from runtime import launch as launch
 from runtime import make_accelerator as make_accelerator
 
@@ -187,7 +189,19 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_lm(args) -> nn.Module:
+def load_weights(kind, folder: str, config: PretrainedConfig, sharded: bool) -> nn.Module:
+    """A model of a transformers Auto class with the fp32 weights in `folder`. Where it will be
+    sharded, rank 0 alone reads them: FSDP2's preparation sends every rank its shards, and the
+    others allocate memory that they never touch. A node holds one whole copy, not one per GPU."""
+    if sharded and not PartialState().is_main_process:
+        with no_init_weights():
+            model = kind.from_config(config, dtype=torch.float32)
+        model.tie_weights()
+        return model
+    return kind.from_pretrained(folder, config=config, dtype=torch.float32)
+
+
+def load_lm(args, sharded: bool = False) -> nn.Module:
     """The causal language model args.model, with fp32 weights. args.max_context (tokens) replaces
     the published max_position_embeddings, where a recipe trains beyond it. Raises UsageError where
     a prompt with its response does not fit."""
@@ -202,12 +216,12 @@ def load_lm(args) -> nn.Module:
         f"--eval-max-tokens) {longest} = {need} is over the {limit} positions of {args.model}; "
         "lower them, or raise --max-context",
     )
-    return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
+    return load_weights(AutoModelForCausalLM, model, config, sharded)
 
 
 def load_policy(args, accelerator: Accelerator):
     """The policy and its AdamW, placed and (under torchrun) sharded."""
-    policy = Policy(load_lm(args))
+    policy = Policy(load_lm(args, is_sharded()))
     return accelerator.prepare(policy, make_optimizer(policy, args))
 
 
@@ -220,7 +234,7 @@ def make_optimizer(module: nn.Module, args) -> torch.optim.Optimizer:
 
 def load_reference(args, accelerator: Accelerator) -> nn.Module:
     """The starting policy once more, never trained."""
-    return freeze(Policy(load_lm(args)), accelerator)
+    return freeze(Policy(load_lm(args, is_sharded())), accelerator)
 
 
 def critic_config(args, tokenizer) -> PretrainedConfig:
@@ -258,7 +272,7 @@ def load_critic(args, tokenizer) -> Critic:
     config = critic_config(args, tokenizer)
     folder = resolve_model(args.critic or args.model)
     transformers.utils.logging.set_verbosity_error()  # it reports a new head: we asked for one
-    lm = AutoModelForTokenClassification.from_pretrained(folder, config=config, dtype=torch.float32)
+    lm = load_weights(AutoModelForTokenClassification, folder, config, is_sharded())
     transformers.utils.logging.set_verbosity_warning()
     return Critic(lm)
 
@@ -267,7 +281,7 @@ def freeze(module: nn.Module, accelerator: Accelerator) -> nn.Module:
     """A module that is never trained, placed and sharded like the policy. Sharded on GPUs it is
     kept in bf16, which is what it computes in: 2 bytes per parameter."""
     module.requires_grad_(False)
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if is_sharded():
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         if accelerator.mixed_precision == "bf16":
@@ -356,7 +370,7 @@ def make_engine(args, policy: nn.Module, tokenizer, accelerator: Accelerator) ->
         return VLLMEngine(args, model, stop_ids, accelerator)
     tp = args.tensor_parallel
     require(tp == 1, f"--tensor-parallel {tp} needs --rollout-engine vllm")
-    if accelerator.distributed_type != DistributedType.FSDP:
+    if not is_sharded():
         return HFEngine(policy.lm, tokenizer.pad_token_id, True, stop_ids, accelerator)
     # `generate` on sharded modules hangs when ranks finish at different times: a whole copy.
     dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32

@@ -179,8 +179,9 @@ def make_plan(args, trained_critic=None, frozen_critic=None, reference=False) ->
             rows = state | {"vLLM, asleep": ENGINE_ASLEEP, "batch": batch}
             phases[f"{who} update"] = rows | update_memory(size, args, world)
     ranks = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))  # of a node
-    host = {"loading, a whole fp32 model in every rank": 4 * policy.params * ranks}
+    host = {"loading, a whole fp32 model in rank 0": 4 * policy.params}
     if args.cpu_offload:
+        host["loading, a whole fp32 model in rank 0"] += 4 * policy.params * ranks / world
         host["weights, moments, gradients"] = held * ranks
     cache = (share - 2 * policy.params / tp - ENGINE_RESERVE) / (policy.kv / tp)
     return Plan(world, modules, phases, cache, host)

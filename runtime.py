@@ -75,6 +75,11 @@ def launch(main: Callable, args_type: type, presets: dict, doc: str) -> None:
         raise SystemExit(130) from None
 
 
+def is_sharded() -> bool:
+    """Whether FSDP2 shards the models: under torchrun, which sets RANK, with one process, too."""
+    return "RANK" in os.environ
+
+
 def num_processes(args) -> int:
     """Ranks, as torchrun says. A dry run without it is about the README's 8 GPUs, or about one CPU
     process where engine_memory is not a share but gigabytes."""
@@ -136,9 +141,7 @@ def check_args(args) -> None:
 def check_sharding(args) -> None:
     """Refuse what only FSDP can do in a process without it."""
     require(
-        args.dry_run
-        or "RANK" in os.environ
-        or not (args.activation_checkpointing or args.cpu_offload),
+        args.dry_run or is_sharded() or not (args.activation_checkpointing or args.cpu_offload),
         "--activation-checkpointing and --cpu-offload need FSDP: start the script with torchrun "
         "--nproc_per_node N, or switch both off",
     )
@@ -148,7 +151,7 @@ def make_accelerator(args) -> Accelerator:
     """FSDP2 under torchrun (fp32 master weights, bf16 compute on a GPU, fp32 reduction); plain in
     one process. On a CPU Accelerate drops the FSDP plugin silently; the assignments at the end
     make it take the same path as on GPUs."""
-    cuda, sharded = torch.cuda.is_available(), "RANK" in os.environ  # set by torchrun
+    cuda, sharded = torch.cuda.is_available(), is_sharded()
     if cuda and args.cpu_offload:
         os.environ["FSDP_OFFLOAD_PARAMS"] = "true"  # Accelerate then sets up gloo beside nccl
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -159,7 +162,7 @@ def make_accelerator(args) -> Accelerator:
         mixed_precision_policy=bf16 if cuda else MixedPrecisionPolicy(),
         activation_checkpointing=args.activation_checkpointing,
         cpu_offload=CPUOffloadPolicy(pin_memory=cuda) if args.cpu_offload else False,
-        cpu_ram_efficient_loading=False,
+        cpu_ram_efficient_loading=False,  # switched on below
         state_dict_type="SHARDED_STATE_DICT",
     )
     accelerator = Accelerator(
@@ -169,6 +172,9 @@ def make_accelerator(args) -> Accelerator:
         log_with=args.track or None,
         project_dir=args.runs_dir,
     )
+    # Rank 0 sends all others their shards, see common.load_weights. Said to the constructor, it
+    # would make transformers fill the models of other ranks with zeros, the engines' too.
+    plugin.cpu_ram_efficient_loading = True
     if sharded and not cuda:
         accelerator.state.fsdp_plugin = plugin
         accelerator.state.distributed_type = DistributedType.FSDP
