@@ -161,7 +161,11 @@ def load_rows(
     require(len(table) > 0, f"data set {dataset} is empty")
     if set(columns) <= set(table.column_names):  # others can be gigabytes: OpenR1's generations
         table = table.select_columns(list(columns) or table.column_names)
-    return table.to_list(), known
+    rows, unique = [], {}  # a row that is there a hundred times takes the memory of one
+    for piece in table.with_format("arrow").iter(10_000):
+        keyed = ((json.dumps(row, default=str), row) for row in piece.to_pylist())
+        rows += [unique.setdefault(key, row) for key, row in keyed]
+    return rows, known
 
 
 def column(rows: list[dict], name: str | None, guesses: tuple[str, ...], flag: str) -> list:
