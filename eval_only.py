@@ -4,8 +4,8 @@ Nothing is trained: no optimizer, no critic, no data but the suites. On the same
 seed and engine the numbers are those of an evaluation during training."""
 
 import json
+import sys
 from pathlib import Path
-from sys import argv
 
 import numpy as np
 
@@ -85,7 +85,7 @@ def eval_only(args, preset: str) -> None:
     tokenizer = load_tokenizer(args.model)
     suites, reward = load_suites(args, tokenizer), load_reward(args.reward)
     engine = make_engine(args, None, tokenizer, accelerator)
-    folder = run_folder(args, f"{Path(argv[0]).stem}-{preset}-eval-seed{args.seed}")
+    folder = run_folder(args, f"{Path(sys.argv[0]).stem}-{preset}-eval-seed{args.seed}")
     tables, counts = {}, {}
     for name, problems in suites.items():
         groups = evaluate_suite(args, engine, problems, reward, tokenizer)  # collective
@@ -106,7 +106,7 @@ def eval_only(args, preset: str) -> None:
         print("\n".join(table_lines(report)))
         note = f"95 % intervals by bootstrap over problems, {RESAMPLES:,} resamples"
         record = {"model": args.model, "settings": settings, "intervals": note}
-        record |= {"numbers": report, "counts": counts}
+        record |= {"numbers": report, "counts": counts}  # args.json beside it has every flag
         (folder / "eval.json").write_text(json.dumps(record, indent=1))
         print(f"\n{note}; also in {folder / 'eval.json'}")
     accelerator.wait_for_everyone()

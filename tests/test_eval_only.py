@@ -142,6 +142,7 @@ def call(name, monkeypatch, tmp_path, policy, **changes):
     args = replace(script.Args(), eval_only=True, runs_dir=str(tmp_path / "runs"), **changes)
     script.main(args, "tiny")
     (folder,) = {*tmp_path.glob("runs/*")} - folders
+    assert folder.name.startswith(changes.get("run_name", f"{name}-tiny-eval-seed"))
     assert {path.name for path in folder.iterdir()} == {"args.json", "eval.json"}
     return json.loads((folder / "eval.json").read_text())
 
