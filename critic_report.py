@@ -52,6 +52,7 @@ class Args:
     prompt_column: str | None = None  # column of the prompt; dotted names reach into structs
     answer_column: str | None = None  # column of the gold answer; dotted names reach into structs
     prompt_template: str | None = None  # text around a plain prompt, with {problem} in it
+    chat_template: bool = True  # put prompts into the chat template of the tokenizer, if any
     max_prompt_tokens: int = 16  # longer prompts are dropped when the data is loaded, with a count
     max_response_tokens: int = 24  # the cap that the pair is deployed at
     reward: str = "tiny.py:reward"  # verifier, or path.py:function(prompts, responses, golds)

@@ -66,6 +66,7 @@ from common import (
     truncated_importance,
 )
 from dry_run import dry_run
+from eval_only import eval_only
 
 # ==================================================================================================
 # 3 Args and presets
@@ -85,12 +86,14 @@ class Args:
     resume: bool = False  # continue the newest complete checkpoint of the run with this name
     track: str = ""  # a tracker of Accelerate (tensorboard, wandb, ...) beside metrics.jsonl
     dry_run: bool = False  # print sizes, shards and memory of this preset, and end
+    eval_only: bool = False  # evaluate the model, train nothing; writes eval.json
     # Task
     model: str = "tiny"  # policy to start from: a hub id, a local folder, or tiny (built in)
     dataset: str = "tiny"  # training problems: tiny, a known name, a jsonl/parquet file, a hub id
     prompt_column: str | None = None  # column of the prompt; dotted names reach into structs
     answer_column: str | None = None  # column of the gold answer; dotted names reach into structs
     prompt_template: str | None = None  # text around a plain prompt, with {problem} in it
+    chat_template: bool = True  # put prompts into the chat template of the tokenizer, if any
     max_prompt_tokens: int = 16  # longer prompts are dropped when the data is loaded, with a count
     reward: str = "tiny.py:reward"  # verifier, or path.py:function(prompts, responses, golds)
     eval_dataset: str = "tiny"  # held-out problems, named like dataset; several: with commas
@@ -345,6 +348,8 @@ def main(args: Args, preset: str) -> None:
     check(args)
     if args.dry_run:
         return dry_run(args, reference=args.kl_coef > 0)
+    if args.eval_only:
+        return eval_only(args, preset)
     accelerator = make_accelerator(args)
     tokenizer = load_tokenizer(args.model)
     problems, suites = load_problems(args, tokenizer)

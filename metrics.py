@@ -37,20 +37,29 @@ def pass_at_k_plugin(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - (1.0 - num_correct / num_samples) ** k
 
 
-def majority_vote(answers: list[str | None]) -> str | None:
+def majority_vote(answers: list[str | None], multiple_choice: bool = False) -> str | None:
     """The most frequent answer. An answer joins the first class whose first member it equals (by
-    the verifier); None (no answer) never wins; ties go to the class seen first."""
+    the verifier, of options by their letter); None (no answer) never wins; ties go to the class
+    seen first."""
     classes: list[tuple[str, int]] = []
     for answer in answers:
         if answer is None:
             continue
         for i, (first, count) in enumerate(classes):
-            if answer == first or verifier.verify(f"\\boxed{{{answer}}}", first):
+            if answer == first or verifier.verify(f"\\boxed{{{answer}}}", first, multiple_choice):
                 classes[i] = (first, count + 1)
                 break
         else:
             classes.append((answer, 1))
     return max(classes, key=lambda c: c[1])[0] if classes else None
+
+
+def bootstrap_means(scores, seed, num_resamples=10_000) -> np.ndarray:
+    """Means over problems drawn with replacement, [num_resamples, M], of scores [P, M]: M numbers
+    per problem, resampled together. seed: an int or a list of them; the same gives the same."""
+    scores, rng = np.asarray(scores, dtype=np.float64), np.random.default_rng(seed)
+    size = len(scores)
+    return np.stack([scores[rng.integers(size, size=size)].mean(0) for _ in range(num_resamples)])
 
 
 def auc(scores, correct) -> float:

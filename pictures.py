@@ -7,6 +7,7 @@ python pictures.py runs/dapo-* runs/fipo-* --out both.png    overlays runs
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 
 import matplotlib
@@ -64,6 +65,10 @@ PANELS = [
     ("Loss", "nats per token", ["sft/loss"]),
 ]
 
+ACCURACY = re.compile(r"eval/(.+/)?(avg|maj|pass)_at_k")
+KEYS = {"eval/response_tokens_mean", "eval/avg_at_k"}
+WINDOW = 300  # steps of the comparison window [RFPO Table 4]
+
 
 def read_metrics(folder: Path) -> list[dict]:
     """The lines of a run's metrics.jsonl."""
@@ -108,7 +113,8 @@ def curves(folders: list[Path], path: Path) -> Path:
 
 
 def summary(folder: Path) -> str:
-    """The closing table: first and last value of the main numbers, and means of ten steps."""
+    """The closing table: first and last value of the main numbers, and means of ten steps; then
+    what the evaluations come to, and how a frozen critic and the length moved."""
     lines = read_metrics(folder)
     rows = [("", "first", "last", "mean of first 10", "mean of last 10")]
     for key in (
@@ -128,12 +134,66 @@ def summary(folder: Path) -> str:
             shown = [values[0], values[-1]] + (means if not key.startswith("eval") else [])
             rows.append((key, *(f"{value:.4g}" for value in shown), *[""] * (4 - len(shown))))
     table = ["{:30}{:>10}{:>10}{:>18}{:>18}".format(*row) for row in rows]
+    table += evaluation_lines(lines)
+    points = [(x["eval/response_tokens_mean"], x["eval/avg_at_k"]) for x in lines if {*x} >= KEYS]
+    if len(points) > 2 and len({length for length, _ in points}) > 1:
+        slope, r2 = slope_and_r2(*zip(*points, strict=True))
+        where = f"slope {1e5 * slope:+.3g} per 100,000 tokens, R2 {r2:.2f}"  # [FIPO Fig. 3f]
+        table.append(f"accuracy against length, {len(points)} evaluations: {where}")
     for key in ("value/auc", "rfpo/best_cut"):  # does a frozen critic go stale? [RFPO App. E.4]
         points = [(line["step"], line[key]) for line in lines if "rfpo/agreement" in line]
         if len(points) > 2:
             slope, t = trend(*zip(*points, strict=True))
             table.append(f"{key}: slope {slope:+.3g} per 100 steps, t = {t:+.2f}")
     return "\n".join(table)
+
+
+def evaluation_lines(lines: list[dict]) -> list[str]:
+    """Of every evaluated accuracy: peak (step) and final value [RFPO Table 3], mean of the last ten
+    [RFPO Table 8], mean of the first WINDOW steps [RFPO Table 4], and the peak less what selecting
+    it gains. The evaluation at step 0 is of the starting policy and does not count."""
+    trained = [line for line in lines if line["step"] > 0]
+    keys = [k for k in dict.fromkeys(k for x in trained for k in x) if ACCURACY.fullmatch(k)]
+    rows = []
+    for key in keys:
+        steps, values = zip(*[(x["step"], x[key]) for x in trained if key in x], strict=True)
+        if len(values) > 1:
+            best = int(np.argmax(values))
+            window = [v for step, v in zip(steps, values, strict=True) if step <= WINDOW]
+            peak = f"{values[best]:.4g} ({steps[best]})"
+            numbers = values[-1], np.mean(values[-10:]), np.mean(window) if window else math.nan
+            numbers += (selection_corrected_peak(values),)
+            rows.append((key, peak, *("" if math.isnan(x) else f"{x:.4g}" for x in numbers)))
+    if not rows:
+        return []
+    window = f"mean to step {min(WINDOW, trained[-1]['step'])}"
+    head = ("", "peak (step)", "final", "mean of last 10", window, "corrected peak")
+    return ["", *("{:30}{:>16}{:>10}{:>18}{:>18}{:>16}".format(*row) for row in [head, *rows])]
+
+
+def selection_corrected_peak(values: list[float]) -> float:
+    """The highest of m evaluations, less the expected maximum of m draws from a flat curve with the
+    same noise: sigma E[max z_i], z_i ~ N(0, 1), sigma the standard deviation of the successive
+    differences over sqrt(2) [RFPO App. C]. NaN below three evaluations: they show no noise."""
+    if len(values) < 3:
+        return math.nan
+    sigma = float(np.diff(values).std(ddof=1)) / math.sqrt(2)
+    return max(values) - sigma * expected_maximum(len(values))
+
+
+def expected_maximum(m: int) -> float:
+    """E[max of m draws from N(0, 1)], to about 1e-3."""
+    z = np.linspace(-9, 9, 36_001)
+    cdf = np.cumsum(np.exp(-(z**2) / 2))
+    return float(z @ np.diff((cdf / cdf[-1]) ** m, prepend=0.0))
+
+
+def slope_and_r2(x: list[float], y: list[float]) -> tuple[float, float]:
+    """Least-squares slope of y on x, and the share of y's variance that the line explains; 0 and 0
+    where all y are equal. x must not all be equal."""
+    x, y = np.array(x, float) - np.mean(x), np.array(y, float) - np.mean(y)
+    slope = (x @ y) / (x @ x)
+    return float(slope), float(slope * (x @ y) / (y @ y)) if (y @ y) > 0 else 0.0
 
 
 def trend(steps: list[int], values: list[float]) -> tuple[float, float]:

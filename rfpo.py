@@ -85,6 +85,7 @@ from common import (
     within_problem_auc,
 )
 from dry_run import dry_run
+from eval_only import eval_only
 from metrics import restatements as restatements
 from verifier import grade
 
@@ -106,6 +107,7 @@ class Args:
     resume: bool = False  # continue the newest complete checkpoint of the run with this name
     track: str = ""  # a tracker of Accelerate (tensorboard, wandb, ...) beside metrics.jsonl
     dry_run: bool = False  # print sizes, shards and memory of this preset, and end
+    eval_only: bool = False  # evaluate the model, train nothing; writes eval.json
     # Task
     policy: str = "tiny-pi_0"  # pi_0: a hub id, a folder, or the one that ppo_critic.py left
     critic: str = "tiny-critic"  # the critic to freeze: a folder, or as policy
@@ -113,6 +115,7 @@ class Args:
     prompt_column: str | None = None  # column of the prompt; dotted names reach into structs
     answer_column: str | None = None  # column of the gold answer; dotted names reach into structs
     prompt_template: str | None = None  # text around a plain prompt, with {problem} in it
+    chat_template: bool = True  # put prompts into the chat template of the tokenizer, if any
     max_prompt_tokens: int = 16  # longer prompts are dropped when the data is loaded, with a count
     reward: str = "tiny.py:reward"  # verifier, or path.py:function(prompts, responses, golds)
     eval_dataset: str = "tiny"  # held-out problems, named like dataset; several: with commas
@@ -341,6 +344,8 @@ def main(args: Args, preset: str) -> None:
     check(args)
     if args.dry_run:
         return dry_run(args, frozen_critic=args.critic)
+    if args.eval_only:
+        return eval_only(args, preset)
     accelerator = make_accelerator(args)
     tokenizer = load_tokenizer(args.model)
     problems, suites = load_problems(args, tokenizer)

@@ -90,12 +90,12 @@ def num_processes(args) -> int:
 def check_args(args) -> None:
     """Refuse settings that no RL script can run with."""
     counts = "num_steps prompts_per_step group_size max_response_tokens minibatch_size num_epochs"
-    counts += " eval_every save_every keep_last eval_problems eval_samples tensor_parallel"
+    counts += " eval_every save_every keep_last tensor_parallel"
     for name in counts.split():
         value = vars(args)[name]
         require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
     require(args.temperature > 0, f"--temperature {args.temperature} must be above 0 in training")
-    for name in ("seed", "warmup_steps", "eval_temperature", "weight_decay"):
+    for name in ("seed", "warmup_steps", "weight_decay"):
         value = vars(args)[name]
         require(value >= 0, f"--{name.replace('_', '-')} {value} must not be negative")
     batch = args.prompts_per_step * args.group_size
@@ -115,11 +115,7 @@ def check_args(args) -> None:
         args.track in ("", *trackers),
         f"--track {args.track!r} is not installed; there is: {', '.join(trackers) or 'none'}",
     )
-    require(0 < args.eval_top_p <= 1, f"--eval-top-p {args.eval_top_p} must lie in (0, 1]")
-    require(
-        args.eval_max_tokens is None or args.eval_max_tokens >= 1,
-        f"--eval-max-tokens {args.eval_max_tokens} must be at least 1, or None",
-    )
+    check_evaluation(args)
     longest = args.max_prompt_tokens + args.max_response_tokens
     require(
         args.tokens_per_microbatch >= longest,
@@ -136,6 +132,28 @@ def check_args(args) -> None:
         world % args.tensor_parallel == 0,
         f"--tensor-parallel {args.tensor_parallel} does not divide the {world} processes",
     )
+
+
+def check_evaluation(args) -> None:
+    """Refuse settings that no evaluation can run with."""
+    for name in ("eval_problems", "eval_samples"):
+        value = vars(args)[name]
+        require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
+    temperature, top_p = args.eval_temperature, args.eval_top_p
+    require(temperature >= 0, f"--eval-temperature {temperature} must not be negative")
+    require(0 < top_p <= 1, f"--eval-top-p {top_p} must lie in (0, 1]")
+    require(
+        args.eval_max_tokens is None or args.eval_max_tokens >= 1,
+        f"--eval-max-tokens {args.eval_max_tokens} must be at least 1, or None",
+    )
+
+
+def eval_settings(args) -> str:
+    """What a number of the evaluation depends on, beside the model and the problems."""
+    budget = args.eval_max_tokens or args.max_response_tokens
+    samples = f"{args.eval_samples} samples a problem, at most {budget} tokens each"
+    where = f"temperature {args.eval_temperature:g}, top-p {args.eval_top_p:g}, seed {args.seed}"
+    return f"{samples}, {where}"
 
 
 def check_sharding(args) -> None:

@@ -31,6 +31,7 @@ from common import (
     Problem,
     Response,
     Run,
+    check_evaluation,
     check_sharding,
     column,
     count_bad_steps,
@@ -51,6 +52,7 @@ from common import (
     set_learning_rate,
 )
 from dry_run import dry_run
+from eval_only import eval_only
 
 # ==================================================================================================
 # 3 Args and presets
@@ -69,6 +71,7 @@ class Args:
     resume: bool = False  # continue the newest complete checkpoint of the run with this name
     track: str = ""  # a tracker of Accelerate (tensorboard, wandb, ...) beside metrics.jsonl
     dry_run: bool = False  # print sizes, shards and memory of this preset, and end
+    eval_only: bool = False  # evaluate the model, train nothing; writes eval.json
     # Task
     model: str = "tiny-untrained"  # a hub id, a local folder, or tiny-untrained (built in)
     dataset: str = "tiny"  # prompts with solutions: tiny, a known name, a file, a hub id
@@ -78,6 +81,7 @@ class Args:
     temperature: float = 1.0  # of the log-probabilities in training
     answer_column: str | None = None  # column of the gold answer in the evaluation set
     prompt_template: str | None = None  # text around a plain prompt, with {problem} in it
+    chat_template: bool = True  # put prompts into the chat template of the tokenizer, if any
     max_prompt_tokens: int = 16  # rows with a longer prompt are dropped, with a count
     max_response_tokens: int = 24  # rows with a longer solution are dropped, with a count
     max_context: int | None = None  # positions of the model, tokens; default: as published
@@ -115,6 +119,7 @@ def check(args: Args) -> None:
     lengths = f"--num-steps {args.num_steps} and --num-epochs {args.num_epochs}"
     one_length = (args.num_steps is None) != (args.num_epochs is None)
     require(one_length, f"{lengths}: give one of them, and None for the other")
+    check_evaluation(args)
     check_sharding(args)
 
 
@@ -187,6 +192,7 @@ def load_examples(args: Args, tokenizer, accelerator) -> list[Group]:
     # A subset is drawn, not cut off: a file may be sorted by source.
     shuffled = np.random.default_rng(args.seed).permutation(len(rows))
     examples, num_unusable, num_long = [], 0, 0
+    template = args.prompt_template or known.template
     for i in range(len(rows)) if args.max_rows is None else shuffled:
         if len(examples) == args.max_rows:
             break
@@ -195,7 +201,7 @@ def load_examples(args: Args, tokenizer, accelerator) -> list[Group]:
         if not is_text or not keep_row(solution):
             num_unusable += 1
             continue
-        text, prompt_ids = render_prompt(prompt, args.prompt_template or known.template, tokenizer)
+        text, prompt_ids = render_prompt(prompt, template, tokenizer, args.chat_template)
         # Tokenized as it stands: a chat template could strip its reasoning block [RFPO App. A].
         ids = tokenizer(solution, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         if len(prompt_ids) > args.max_prompt_tokens or len(ids) > args.max_response_tokens:
@@ -241,6 +247,8 @@ def main(args: Args, preset: str) -> None:
     check(args)
     if args.dry_run:
         return dry_run(args)
+    if args.eval_only:
+        return eval_only(args, preset)
     accelerator = make_accelerator(args)
     tokenizer = load_tokenizer(args.model)
     policy, optimizer = load_policy(args, accelerator)

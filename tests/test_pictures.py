@@ -1,7 +1,9 @@
-"""The closing table and its trend lines."""
+"""The closing table, what the evaluations come to, and its trend lines."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 
 import pictures
@@ -28,3 +30,92 @@ def test_summary_prints_the_trends_of_a_frozen_critic(tmp_path):
         del line["rfpo/agreement"]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     assert "per 100 steps" not in pictures.summary(tmp_path)
+
+
+def written(folder, lines):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return pictures.summary(folder)
+
+
+def cells(text, key):
+    """The columns of a row of the table of evaluations."""
+    (row,) = [line for line in text.splitlines() if line.startswith(f"{key} ") and "(" in line]
+    return row.replace(" (", "(").split()[1:]
+
+
+def test_expected_maximum_of_normal_draws():
+    # 0; 1 / sqrt(pi); 3 / (2 sqrt(pi)); for 4, 5 and 10 the tables of normal order statistics
+    for m, want in [
+        (1, 0.0),
+        (2, 1 / math.sqrt(math.pi)),
+        (3, 1.5 / math.sqrt(math.pi)),
+        (4, 1.02938),
+        (5, 1.16296),
+        (10, 1.53875),
+    ]:
+        assert pictures.expected_maximum(m) == pytest.approx(want, abs=1e-3)
+
+
+def test_app_c_selection_corrected_peak_by_hand():
+    # Differences 0.3, -0.1, 0.1: mean 0.1, squares about it 0.04 + 0.04 + 0 over 2: std 0.2. So
+    # sigma = 0.2 / sqrt(2), and of four draws the maximum is expected at 1.02938 sigma.
+    want = 0.5 - 0.2 / math.sqrt(2) * 1.02938
+    assert pictures.selection_corrected_peak([0.2, 0.5, 0.4, 0.5]) == pytest.approx(want, abs=2e-4)
+    assert pictures.selection_corrected_peak([0.1, 0.2, 0.3]) == pytest.approx(0.3)  # no noise
+    assert math.isnan(pictures.selection_corrected_peak([0.1, 0.3]))
+    # On a flat curve with noise the corrected peak is its level: the correction is no more, no less
+    rng = np.random.default_rng(0)
+    peaks = [
+        pictures.selection_corrected_peak(0.3 + 0.02 * rng.normal(size=31)) for _ in range(400)
+    ]
+    assert np.mean(peaks) == pytest.approx(0.3, abs=0.002)
+
+
+def test_tables_3_4_8_peak_final_last_ten_and_window(tmp_path):
+    # Steps 0, 10, ..., 320. The starting policy is the best and does not count; the peak is at 310.
+    values = {0: 0.9, **{step: step / 1000 for step in range(10, 310, 10)}, 310: 0.5, 320: 0.25}
+    text = written(tmp_path, [{"step": s, "eval/avg_at_k": v} for s, v in values.items()])
+    peak, final, last_ten, window, corrected = cells(text, "eval/avg_at_k")
+    assert peak == "0.5(310)" and final == "0.25"
+    # steps 230 to 320: 230 + ... + 300 = 2120, and 500 + 250
+    assert float(last_ten) == pytest.approx((2.12 + 0.75) / 10)
+    assert float(window) == pytest.approx(0.155)  # mean of 10, 20, ..., 300
+    assert "mean to step 300" in text
+    everything = [v for s, v in values.items() if s > 0]
+    assert float(corrected) == pytest.approx(
+        pictures.selection_corrected_peak(everything), abs=1e-4
+    )
+
+
+def test_the_first_of_equal_peaks_and_every_suite_have_their_row(tmp_path):
+    def line(step, x):
+        return {"step": step, "eval/avg_at_k": x, "eval/aime26/pass_at_k": x / 2}
+
+    text = written(tmp_path, [line(0, 0.1), line(5, 0.4), line(10, 0.4)])
+    assert cells(text, "eval/avg_at_k") == ["0.4(5)", "0.4", "0.4", "0.4"]  # no noise to be seen
+    assert cells(text, "eval/aime26/pass_at_k")[0] == "0.2(5)"
+    assert "mean to step 10" in text
+
+
+def test_fig3f_accuracy_against_length_by_hand(tmp_path):
+    # y = 0, 0.1, 0.1, 0.2 at 0, 1, 2, 3 thousand tokens: slope 0.06 a thousand; residuals 0.002 of
+    # 0.02, so R2 = 0.9
+    points = [(0, 0.0), (1000, 0.1), (2000, 0.1), (3000, 0.2)]
+    lines = [
+        {"step": i, "eval/response_tokens_mean": x, "eval/avg_at_k": y}
+        for i, (x, y) in enumerate(points)
+    ]
+    text = written(tmp_path, lines)
+    assert "accuracy against length, 4 evaluations: slope +6 per 100,000 tokens, R2 0.90" in text
+    assert pictures.slope_and_r2([1, 2, 3], [0.5, 0.5, 0.5]) == (0.0, 0.0)
+    assert pictures.slope_and_r2([1, 2, 3], [3, 2, 1]) == pytest.approx((-1.0, 1.0))
+    for line in lines:
+        line["eval/response_tokens_mean"] = 7.0  # no line goes through one length
+    assert "against length" not in written(tmp_path, lines)
+
+
+def test_a_run_without_evaluations_has_no_rows_of_them(tmp_path):
+    text = written(tmp_path, [{"step": s, "reward/mean": 0.5} for s in (1, 2, 3)])
+    assert "peak" not in text and "against length" not in text and "reward/mean" in text
+    one = [{"step": 0, "eval/avg_at_k": 0.1}, {"step": 9, "eval/avg_at_k": 0.2}]
+    assert "peak" not in written(tmp_path, one)

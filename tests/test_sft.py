@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import common
+import data
 import sft
 import tiny
 
@@ -162,16 +163,16 @@ def test_openr1_is_loaded_by_name(chat, monkeypatch):
 
     calls = []
 
-    def stand_in(path, config=None, *, split):
-        calls.append((path, config, split))
+    def stand_in(path, config=None):
+        calls.append((path, config))
         row = FORMS["generations"] | {"answer": "4", "correctness_llama": None}
-        return datasets.Dataset.from_list([row])
+        return {"train": datasets.Dataset.from_list([row])}
 
     monkeypatch.setattr(datasets, "load_dataset", stand_in)
     args = replace(ARGS, dataset="openr1-math-220k")
     (example,) = sft.load_examples(args, chat, MAIN)
-    assert calls == [("open-r1/OpenR1-Math-220k", "default", "train")]
-    assert common.BOXED.replace("{problem}", "2+2?") in example.problem.prompt
+    assert calls == [("open-r1/OpenR1-Math-220k", "default")]
+    assert data.BOXED.replace("{problem}", "2+2?") in example.problem.prompt
     assert chat.decode(example.responses[0].token_ids) == THOUGHT + "<eos>"
 
 

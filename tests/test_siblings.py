@@ -20,7 +20,7 @@ import tiny
 ROOT = Path(__file__).resolve().parent.parent
 RL_SCRIPTS = [n for n in ("dapo", "fipo", "ppo_critic", "rfpo") if (ROOT / f"{n}.py").exists()]
 SCRIPTS = [n for n in ("sft", *RL_SCRIPTS) if (ROOT / f"{n}.py").exists()]
-SHARED = ["common", "engines", "models", "runtime"]
+SHARED = ["common", "engines", "eval_only", "models", "runtime"]
 
 
 def source(name):
@@ -226,6 +226,7 @@ TAGS = {
     "FIPO §3.2": ["test_safety_reset_gives_1_where_a_suppressed_token_is_far_off"],
     "FIPO footnote 1": ["test_policy_kl_is_the_sum_of_old_minus_new"],
     "FIPO Fig. 2": ["test_collapse_warns_once_at_three_signals"],
+    "FIPO Fig. 3f": ["test_fig3f_accuracy_against_length_by_hand"],
     "FIPO Table 2": ["test_table2_and_table3_dapo_columns", "test_table2_and_table3_fipo_columns"],
     "FIPO Table 3": ["test_table2_and_table3_dapo_columns", "test_table2_and_table3_fipo_columns"],
     "DAPO §3.1": ["test_clip_higher_leaves_room_above_the_symmetric_bound"],
@@ -242,6 +243,10 @@ TAGS = {
         "test_with_all_labels_the_reward_is_the_verdict",
     ],
     "RFPO §3.2": ["test_threshold_is_the_quantile_that_rewards_as_many_as_are_right"],
+    "RFPO Table 3": ["test_tables_3_4_8_peak_final_last_ten_and_window"],
+    "RFPO Table 4": ["test_tables_3_4_8_peak_final_last_ten_and_window"],
+    "RFPO Table 8": ["test_tables_3_4_8_peak_final_last_ten_and_window"],
+    "RFPO App. C": ["test_app_c_selection_corrected_peak_by_hand"],
     "RFPO Table 6": ["test_presets_follow_table_6", "test_rl_stage_presets_follow_table_6"],
     "RFPO Table 7": [
         "test_table7_ties_at_the_cap_merge_bins",
