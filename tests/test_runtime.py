@@ -231,3 +231,23 @@ def test_a_nan_reaches_the_gradient_so_that_its_update_is_skipped(script):
     assert torch.isnan(loss)
     assert not torch.isfinite(logprobs.grad.norm())
     assert common.count_bad_steps(0, logprobs.grad.norm(), ARGS) == 1
+
+
+def test_ranks_that_read_no_weights_have_the_same_model_but_for_its_numbers(
+    base_policy, monkeypatch
+):
+    args = replace(ARGS, model=base_policy)
+    main = common.load_lm(args, sharded=True)
+    monkeypatch.setattr(common, "PartialState", lambda: SimpleNamespace(is_main_process=False))
+    other = common.load_lm(args, sharded=True)
+    shapes = [{n: p.shape for n, p in lm.named_parameters()} for lm in (main, other)]
+    assert shapes[0] == shapes[1]
+    # Accelerate finds an optimizer's parameters by their address, so none may share one.
+    assert len({p.data_ptr() for p in other.parameters()}) == len(shapes[1])
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    for (name, buffer), (_, same) in zip(main.named_buffers(), other.named_buffers(), strict=True):
+        assert torch.equal(buffer, same), name  # FSDP2 sends parameters only
+    whole = common.load_lm(args)  # for an engine
+    assert all(
+        torch.equal(a, b) for a, b in zip(main.parameters(), whole.parameters(), strict=True)
+    )
