@@ -287,7 +287,8 @@ class VLLMEngine(Engine):
         prompts = [{"prompt_token_ids": p} for p in prompt_ids for _ in range(n)]
         with preserve_rng():
             self._wake("kv_cache")
-            bar = partial(tqdm, delay=3, leave=False, disable=self.quiet)
+            # No bar on the other ranks: vLLM divides by the time of a bar, 0 for a disabled one.
+            bar = not self.quiet and partial(tqdm, delay=3, leave=False)
             outputs = [o.outputs[0] for o in self.llm.generate(prompts, params, use_tqdm=bar)]
         flat = []
         for output in outputs:

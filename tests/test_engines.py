@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
 import dapo
@@ -25,6 +26,20 @@ ENGINES = [
     ),
 ]
 CPU = dapo.Args(max_prompt_tokens=150, engine_memory=0.25)
+
+
+def untie(folder: str, target: str) -> None:
+    """Write the model in folder to target, with a head that is not its embedding."""
+    config = AutoConfig.from_pretrained(folder)
+    config.tie_word_embeddings = False
+    lm = AutoModelForCausalLM.from_pretrained(folder, config=config)
+    generator = torch.Generator().manual_seed(2)
+    head = lm.get_input_embeddings().weight.detach().clone()
+    lm.lm_head.weight = torch.nn.Parameter(
+        head + 0.05 * torch.randn(head.shape, generator=generator)
+    )
+    lm.save_pretrained(target)
+    common.load_tokenizer(folder).save_pretrained(target)
 
 
 class Setting:
@@ -126,18 +141,16 @@ def test_tokens_do_not_depend_on_the_batch(setting):
 
 
 def test_seeds_differ_per_prompt_and_per_sample(setting):
-    ids = prompts(setting.tokenizer, 1) * 8  # the same prompt eight times
-    seeds = [[row_seed(7, i, g) for g in range(4)] for i in range(8)]
+    problem = common.Problem(0, "", prompts(setting.tokenizer, 1)[0], "")
+    drawn = [(number, problem) for number in range(8)]  # the same prompt eight times
     sampling = Sampling(24, temperature=2.0)  # at 1 many responses are the same short answer
-    answers = setting.engine.generate(ids, 4, sampling, seeds)
-    texts = {tuple(r.token_ids.tolist()) for responses in answers for r in responses}
-    assert len(texts) > 16  # one seed for all prompts gives 4, one for all samples 8
-    again = setting.engine.generate(ids, 4, sampling, seeds)
-    assert all(
-        (a.token_ids == b.token_ids).all()
-        for one, two in zip(answers, again, strict=True)
-        for a, b in zip(one, two, strict=True)
-    )
+
+    def texts() -> list[tuple]:
+        groups = common.sample(setting.engine, drawn, 4, sampling, 7)
+        return [tuple(r.token_ids.tolist()) for group in groups for r in group.responses]
+
+    assert len({*texts()}) > 16  # one seed for all prompts gives 4, one for all samples 8
+    assert texts() == texts()
 
 
 def test_a_response_ends_with_its_stop_token_or_at_the_limit(setting):
