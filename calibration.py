@@ -52,8 +52,8 @@ def fit_calibration(scores, lengths, correct, num_bins=10, scale=1.0):
     require(len(v) >= num_bins, f"{len(v)} calibration rollouts are fewer than {num_bins} bins")
     require(
         0 < y.double().mean() < 1,
-        f"all {len(v)} calibration rollouts are {'right' if y[0] else 'wrong'}; a threshold needs "
-        "both: calibrate on problems of another difficulty, or on more of them",
+        f"all {len(v)} calibration rollouts are {'right' if y[0] else 'wrong'} (verdict cut at 0.5)"
+        "; a threshold needs both: calibrate on easier or harder problems, or on more of them",
     )
     edges = torch.quantile(length, torch.arange(1, num_bins + 1, dtype=torch.float64) / num_bins)
     edges = edges.unique()
@@ -137,6 +137,13 @@ def load_calibration(args, saved: str | None = None) -> Calibration:
         calibration = Calibration.from_json(saved or Path(args.calibration).read_text())
     except (ValueError, TypeError) as error:
         raise UsageError(f"{where} is no calibration: {error}") from error
+    b, edges = calibration.offsets, calibration.edges
+    numbers = [*b, *edges, calibration.scale, calibration.threshold]
+    whole = len(b) == len(edges) > 0 and all(isinstance(x, int | float) for x in numbers)
+    require(
+        whole and np.isfinite(numbers).all() and edges == sorted(edges),
+        f"{where} is damaged: rising edges, an offset for each, scale and threshold, all numbers",
+    )
     require(
         calibration.critic == fingerprint(args.critic),
         f"{where} belongs to another critic than {args.critic}; name its own, or calibrate anew",

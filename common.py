@@ -180,13 +180,26 @@ def resolve_model(name: str, flag: str = "--model") -> str:
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
     require(path.is_dir() or not looks_local, f"{flag} {name!r}: no such folder")
     is_model = not path.is_dir() or (path / "config.json").is_file()
-    require(is_model, f"{flag} {name!r}: the folder has no config.json")
+    inside = ", ".join(sorted(config.parent.name for config in path.glob("*/config.json")))
+    hint = f"; inside are: {inside}" if inside else ""
+    require(is_model, f"{flag} {name!r}: the folder has no config.json{hint}")
     return str(path) if path.is_dir() else name
+
+
+def load_config(name: str, flag: str = "--model") -> PretrainedConfig:
+    """The configuration of a model. UsageError where it is neither a folder nor loads by its id."""
+    folder = resolve_model(name, flag)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"{flag} {name!r}: no such folder, and no hub id: {reason}") from error
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer. A missing pad token becomes EOS; masks come from lengths, so no EOS
     is hidden by that."""
+    load_config(model)  # says so where there is no such model
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -209,8 +222,9 @@ def load_lm(args, sharded: bool = False) -> nn.Module:
     """The causal language model args.model, with fp32 weights. args.max_context (tokens) replaces
     the published max_position_embeddings, where a recipe trains beyond it. Raises UsageError where
     a prompt with its response does not fit."""
-    model = resolve_model(args.model)
-    config = AutoConfig.from_pretrained(model)
+    model, config = resolve_model(args.model), load_config(args.model)
+    is_critic = "TokenClassification" in "".join(config.architectures or [])
+    require(not is_critic, f"{args.model!r} is a critic; name the folder of a policy")
     config.max_position_embeddings = args.max_context or config.max_position_embeddings
     longest = longest_response(args)
     need, limit = args.max_prompt_tokens + longest, config.max_position_embeddings
@@ -246,10 +260,10 @@ def critic_config(args, tokenizer) -> PretrainedConfig:
     UsageError for a folder without a value head, of another architecture or with another
     vocabulary."""
     folder = resolve_model(args.critic or args.model, "--critic")
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder, "--critic")
     config.max_position_embeddings = args.max_context or config.max_position_embeddings
     if args.critic:
-        kind, ours = config.model_type, AutoConfig.from_pretrained(resolve_model(args.model))
+        kind, ours = config.model_type, load_config(args.model)
         head = "ForTokenClassification" in "".join(config.architectures or [])
         where = f"--critic {args.critic!r}"
         require(head, f"{where} has no value head; take the critic folder of a run")

@@ -125,6 +125,9 @@ def summary(folder: Path) -> str:
         "reward/accuracy",
         "rollout/response_tokens_mean",
         "policy/entropy",
+        "value/explained_variance",
+        "value/auc",
+        "rfpo/agreement",
         "sft/loss",
         "time/step_s",
     ):

@@ -373,7 +373,7 @@ def main(args: Args, preset: str) -> None:
         mask = batch.mask  # [b, T], of tokens
         states = torch.cat([mask[:, :1], mask], 1)  # [b, T + 1], of the states around them
         terminal = states & ~F.pad(mask, (0, 1))  # [b, T + 1], the state after the last token
-        rewards = outcome * terminal[:, 1:]  # [b, T], at the last token
+        rewards = outcome * terminal[:, 1:]  # [b, T], at the last token t, for state t + 1 is that
         advantages, returns = gae(rewards, values[:, :-1], mask, args.gamma, args.gae_lambda)
         targets = torch.where(terminal, outcome, F.pad(returns, (0, 1)))  # [b, T + 1]
         _, variance = mean_and_variance(returns, mask, accelerator)  # collective

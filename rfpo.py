@@ -5,7 +5,7 @@ Paper: RFPO, Reward-Free Policy Optimization (arXiv 2609.37119).
 Idea. A critic that was fitted to outcomes estimates how likely a response is to be right, and can
 stand in for the verifier. Its score also falls with length where the outcome is the same, a bias
 that the policy would exploit; so the score is debiased by length and cut to 0 or 1. One forward of
-the frozen critic gives reward, baseline, and a forecast for responses that were cut off.
+the frozen critic gives reward and baseline; a response that was cut off is scored as it stands.
 
     v     = V(prompt, y)              value of the state after the last token, cut off or not
     b(l)  = mean of v at length l minus mean of v, within the right and within the wrong, averaged
@@ -178,11 +178,10 @@ def check(args: Args) -> None:
         value = vars(args)[name]
         require(0 <= value <= 1, f"--{name.replace('_', '-')} {value} must lie in [0, 1]")
     rollouts, bins, size = args.calibration_rollouts, args.num_bins, args.group_size
-    require(
-        rollouts >= bins >= 1 and rollouts % size == 0,
-        f"--calibration-rollouts {rollouts} is no multiple of --group-size {size}, or below "
-        f"--num-bins {bins}",
-    )
+    require(bins >= 1, f"--num-bins {bins} must be at least 1")
+    named = f"--calibration-rollouts {rollouts}"
+    require(rollouts >= bins, f"{named} must be at least --num-bins {bins}")
+    require(rollouts % size == 0, f"{named} is no multiple of --group-size {size}")
     require(size > 1 or args.advantage == "gae", f"--group-size {size} leaves no --advantage group")
     require(
         args.save_every <= 20 or not (args.stop_on_restatement or args.stop_on_entropy_rise),
@@ -357,16 +356,19 @@ def main(args: Args, preset: str) -> None:
     # Each parameter of policy_loss after num_tokens has the name of its flag.
     settings = {k: v for k, v in vars(args).items() if k in signature(policy_loss).parameters}
     trained = policy, optimizer  # what a checkpoint holds
+    judging = reward_function, tokenizer, accelerator
+    engine.sync_weights(policy)
     calibration: Calibration | None = load_calibration(args) if args.calibration else None
+    if not calibration and not args.resume:  # before the run has a folder: a refusal leaves none
+        calibration = calibrate(args, critic, engine, problems, *judging)
     run = Run("rfpo", preset, args, accelerator)
     state = run.resume(trained)  # empty without --resume
     cursor, bad_steps = state.get("cursor", 0), state.get("bad_steps", 0)
     past = state.get("past", [])  # mean length, restatements and entropy of each step
-    engine.sync_weights(policy)
     if state:
+        engine.sync_weights(policy)
         calibration = load_calibration(args, state["calibration"])
-    elif calibration is None:
-        judging = reward_function, tokenizer, accelerator
+    elif not calibration:  # --resume of a run that has no checkpoint yet
         calibration = calibrate(args, critic, engine, problems, *judging)
     if accelerator.is_main_process:
         (run.folder / "calibration.json").write_text(calibration.to_json())
@@ -411,7 +413,7 @@ def main(args: Args, preset: str) -> None:
         mask = batch.mask  # [b, T], of tokens
         states = torch.cat([mask[:, :1], mask], 1)  # [b, T + 1], of the states around them
         terminal = states & ~F.pad(mask, (0, 1))  # [b, T + 1], the state after the last token
-        rewards = outcome * terminal[:, 1:]  # [b, T], at the last token
+        rewards = outcome * terminal[:, 1:]  # [b, T], at the last token t, for state t + 1 is that
         advantages, returns = gae(rewards, values[:, :-1], mask, args.gamma, args.gae_lambda)
         _, variance = mean_and_variance(returns, mask, accelerator)  # collective
         # Collective; an advantage is what the value left unexplained of the return.

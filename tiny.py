@@ -147,9 +147,11 @@ def newest_pair(runs_dir: str = "runs") -> Path:
     critics = Path(runs_dir).glob("ppo_critic-tiny-*/critic/config.json")
     runs = [c.parents[1] for c in critics if (c.parents[1] / "pi_0/config.json").exists()]
     if not runs:
+        where = Path(runs_dir).resolve()
         raise FileNotFoundError(
-            f"no policy and critic in {runs_dir}/ppo_critic-tiny-*; make them with: python "
-            "ppo_critic.py (or name them, as those under another --runs-dir: --policy, --critic)"
+            f"no policy and critic in {where}/ppo_critic-tiny-*; make them with: python "
+            "ppo_critic.py (--resume where that was interrupted), or name them, as those under "
+            "another --runs-dir: --policy, --critic"
         )
     return max(runs, key=lambda run: (run / "critic/config.json").stat().st_mtime)
 

@@ -141,7 +141,7 @@ def test_a_calibration_survives_json():
 
 @pytest.mark.parametrize(("verdict", "word"), [(1.0, "right"), (0.0, "wrong")])
 def test_a_sample_of_one_class_is_refused_with_what_to_do(verdict, word):
-    with pytest.raises(UsageError, match=f"all 12 .* {word}; .* problems of another difficulty"):
+    with pytest.raises(UsageError, match=f"all 12 .* {word}; .* easier or harder problems"):
         fit_calibration(range(12), range(12), [verdict] * 12)
 
 
@@ -1168,8 +1168,19 @@ def test_without_a_critic_the_command_that_makes_one_is_printed(line_of):
 
 @pytest.mark.parametrize("flag", ["policy", "critic"])
 def test_a_missing_folder_is_named_by_its_flag(flag, line_of):
-    line = line_of(**{flag: "./nowhere"})
-    assert f"--{flag} './nowhere'" in line and "no such folder" in line
+    for name in ("./nowhere", "nowhere/critic"):  # the second could be a hub id
+        line = line_of(**{flag: name})
+        assert f"{name!r}" in line and "no such folder" in line
+
+
+def test_a_critic_in_place_of_the_policy(line_of, pair):
+    line = line_of(policy=pair[1])
+    assert "is a critic; name the folder of a policy" in line
+
+
+def test_the_folder_of_a_run_says_what_is_in_it(line_of, pair):
+    run = str(Path(pair[1]).parent)
+    assert f"--critic {run!r}: the folder has no config.json; inside are: " in line_of(critic=run)
 
 
 def test_a_critic_without_a_value_head(line_of, pair):
@@ -1209,6 +1220,7 @@ def test_a_weak_critic_is_refused_and_can_be_allowed(line_of, tmp_path, capsys, 
     # Each of its measures, and how many responses are finished
     for words in ("is not above 0", "within-problem AUC", "64 rollouts", "% right", "% finished"):
         assert words in line
+    assert not (tmp_path / "runs").exists()  # a refusal leaves no folder that takes a run's name
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--allow-weak-critic", "--run-name", "allowed"])
     rfpo.launch(rfpo.main, rfpo.Args, rfpo.PRESETS, rfpo.__doc__)
     assert "warning: within-problem AUC" in capsys.readouterr().out
@@ -1219,7 +1231,7 @@ def test_a_weak_critic_is_refused_and_can_be_allowed(line_of, tmp_path, capsys, 
 def test_a_policy_that_is_always_right_or_wrong(verdict, word, line_of, tmp_path):
     (tmp_path / "always.py").write_text(REWARD.format(verdict=verdict))
     line = line_of("--reward", "always.py:reward", "--allow-weak-critic")
-    assert f"all 64 calibration rollouts are {word}" in line and "another difficulty" in line
+    assert f"all 64 calibration rollouts are {word}" in line and "easier or harder" in line
 
 
 CALIBRATIONS = {
@@ -1228,6 +1240,10 @@ CALIBRATIONS = {
     "no json": ("this is no json", "is no calibration"),
     "another json": ('{"edges": [1]}', "is no calibration"),
     "a list": ("[1, 2]", "is no calibration"),
+    "not a number": ({"scale": float("nan")}, "is damaged"),
+    "a word": ({"offsets": ["x"]}, "is damaged"),
+    "more offsets than edges": ({"offsets": [0.0, 0.1]}, "is damaged"),
+    "falling edges": ({"edges": [24.0, 12.0], "offsets": [0.0, 0.1]}, "is damaged"),
     "missing": (None, "no such file"),
 }
 
