@@ -141,7 +141,7 @@ def test_a_calibration_survives_json():
 
 @pytest.mark.parametrize(("verdict", "word"), [(1.0, "right"), (0.0, "wrong")])
 def test_a_sample_of_one_class_is_refused_with_what_to_do(verdict, word):
-    with pytest.raises(UsageError, match=f"all 12 .* {word}; .* easier or harder problems"):
+    with pytest.raises(UsageError, match=f"all 12 .* {word} .*; .* easier or harder problems"):
         fit_calibration(range(12), range(12), [verdict] * 12)
 
 
