@@ -550,8 +550,9 @@ class Batch:
         """Keep per-token numbers [rows, T] of a micro-batch by name, for tokens.html. Those of a
         later update replace those of an earlier one."""
         for name, x in numbers.items() if weight > 0 else ():
-            empty = torch.full_like(self.rollout_logprobs, math.nan)
-            self.per_token.setdefault(name, empty)[rows] = x.detach()
+            if name not in self.per_token:
+                self.per_token[name] = torch.full_like(self.rollout_logprobs, math.nan)
+            self.per_token[name][rows] = x.detach()
 
     def merged(self, num: int) -> list[Tensor]:
         """Minibatches of num consecutive ones each."""

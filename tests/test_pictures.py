@@ -142,8 +142,8 @@ def test_by_seed_is_the_mean_in_a_band_from_least_to_largest(tmp_path, monkeypat
         return [{"step": i + 1, "reward/mean": value} for i, value in enumerate(values)]
 
     folders = [
-        write_run(tmp_path / "a-seed1", of(0.0, 1.0)),
-        write_run(tmp_path / "a-seed12", of(0.5, 0.0, 7.0)),  # step 3 is of one seed only
+        write_run(tmp_path / "a-seed1", of(0.5, 0.0, 7.0)),  # step 3 is of one seed only
+        write_run(tmp_path / "a-seed12", of(0.0, 1.0)),
         write_run(tmp_path / "b-seed1", of(0.25, 0.75)),
     ]
     axis = drawn(monkeypatch, folders, by_seed=True)["Reward"]

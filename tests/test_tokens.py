@@ -114,7 +114,7 @@ def test_ten_thousand_tokens_are_drawn_escaped_and_ranked(long_page):
     assert [float(row[2]) for row in got["top"]] == pytest.approx(
         [numbers[i] for i in order[:5]], rel=1e-4
     )
-    assert got["ms"] < 5000  # 0.2 s on a quiet machine
+    assert got["ms"] < 5000  # 300 to 800 ms, layout included, while other work runs
 
 
 @in_a_browser
