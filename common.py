@@ -908,15 +908,22 @@ class Run:
         if self.bar is not None:
             self.bar.set_postfix(shown, refresh=False)
 
-    def log_tokens(self, step: int, groups: list[Group], batch: Batch, tokenizer, shown) -> None:
-        """Append a few responses of rank 0 to tokens.jsonl with the numbers of each token: `shown`,
-        [b, 1] or [b, T] by name, and what the batch recorded. At step 1, the last, and multiples of
-        eval_every, some twenty times at most, so that the page stays light."""
+    def log_tokens(
+        self, step: int, groups: list[Group], batch: Batch, tokenizer, advantages, values=None
+    ) -> None:
+        """Append a few responses of rank 0 to tokens.jsonl, with the numbers of each token:
+        advantages [b, 1] or [b, T], values [b, T + 1] of the states around the tokens, and what the
+        batch recorded. At step 1, the last, and multiples of eval_every, some twenty times at most,
+        so that the page stays light."""
         every = self.args.eval_every * max(1, self.args.num_steps // (10 * self.args.eval_every))
-        if self.is_main and (step % every == 0 or step in (1, self.args.num_steps)):
-            lines = token_lines(step, groups, batch, tokenizer, shown | batch.per_token)
-            with open(self.folder / "tokens.jsonl", "a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+        if not self.is_main or (step % every != 0 and step not in (1, self.args.num_steps)):
+            return
+        shown = {"advantage": advantages} | batch.per_token
+        if values is not None:
+            shown |= {"value": values[:, 1:], "value_change": values.diff()}
+        lines = token_lines(step, groups, batch, tokenizer, shown)
+        with open(self.folder / "tokens.jsonl", "a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def save_if_due(self, step: int, *trained: tuple, **state) -> None:
         """Save every save_every steps, at the last one, and where a signal asks to stop. A

@@ -375,8 +375,7 @@ def main(args: Args, preset: str) -> None:
         if step % args.eval_every == 0 or step == args.num_steps:
             metrics |= evaluate(args, engine, suites, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
-        shown = {"advantage": advantages}
-        run.log_tokens(step, groups, batch, tokenizer, shown)
+        run.log_tokens(step, groups, batch, tokenizer, advantages)
         run.save_if_due(step, trained, cursor=cursor, bad_steps=bad_steps)  # collective
     export(policy, tokenizer, run.folder / "model", accelerator)
     run.finish()

@@ -291,7 +291,7 @@ def policy_loss(
     num_tokens of the whole minibatch, so that micro-batches and ranks add up.
 
     logprobs, old_logprobs, mask [B, T]; advantages [B, 1] or [B, T]; dual_clip None: no bound.
-    Returns the loss, which carries the gradient, and sums of what is logged, with_f: also f."""
+    Returns the loss, which carries the gradient, and sums of what is logged; with_f adds f."""
     mask = mask.bool()
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)  # padding may hold NaN
     # Not clamp, which gives a NaN the gradient 0: its step would be taken instead of skipped.
@@ -460,8 +460,7 @@ def main(args: Args, preset: str) -> None:
         if step % args.eval_every == 0 or step == args.num_steps:
             metrics |= evaluate(args, engine, suites, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
-        shown = {"advantage": advantages}
-        run.log_tokens(step, groups, batch, tokenizer, shown)
+        run.log_tokens(step, groups, batch, tokenizer, advantages)
         run.save_if_due(step, trained, cursor=cursor, bad_steps=bad_steps)  # collective
     export(policy, tokenizer, run.folder / "model", accelerator)
     run.finish()

@@ -455,8 +455,7 @@ def main(args: Args, preset: str) -> None:
         if step % args.eval_every == 0 or step == args.num_steps:
             metrics |= evaluate(args, engine, suites, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
-        shown = {"advantage": advantages, "value": values[:, 1:], "value_change": values.diff()}
-        run.log_tokens(step, groups, batch, tokenizer, shown)
+        run.log_tokens(step, groups, batch, tokenizer, advantages, values)
         if step == args.save_actor_at_step:
             export(policy, tokenizer, run.folder / "pi_0", accelerator)
         if step == args.save_critic_at_step:

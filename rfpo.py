@@ -483,8 +483,7 @@ def main(args: Args, preset: str) -> None:
         if step % args.eval_every == 0 or step == args.num_steps:
             metrics |= evaluate(args, engine, suites, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
-        shown = {"advantage": advantages, "value": values[:, 1:], "value_change": values.diff()}
-        run.log_tokens(step, groups, batch, tokenizer, shown)
+        run.log_tokens(step, groups, batch, tokenizer, advantages, values)
         restated = args.stop_on_restatement and left_band(stated)
         if restated or (args.stop_on_entropy_rise and rebounded(entropies)):
             alarm = "answers are restated" if restated else "the entropy rises"
