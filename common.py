@@ -30,7 +30,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +102,7 @@ from runtime import eval_settings as eval_settings
 from runtime import is_sharded as is_sharded
 from runtime import launch as launch
 from runtime import make_accelerator as make_accelerator
+from token_page import token_lines, token_page
 
 transformers.utils.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves
@@ -532,6 +533,7 @@ class Batch:
     mask: Tensor  # [b, T] true on response tokens, EOS included
     rollout_logprobs: Tensor  # [b, T] of the sampler
     minibatches: list[Tensor]  # indices into the share, one tensor per optimizer step
+    per_token: dict[str, Tensor] = field(default_factory=dict)  # [b, T] each, from record
 
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
         """What Policy.forward takes for these rows; ids are cut to the longest of them."""
@@ -543,6 +545,14 @@ class Batch:
         lengths = (self.prompt_lengths + self.response_lengths)[rows]
         padded = len(rows) * int(lengths.max())
         return {"train/padding_frac": padded - weight * int(lengths.sum())}, padded
+
+    def record(self, rows: Tensor, weight: int, **numbers: Tensor) -> None:
+        """Keep per-token numbers [rows, T] of a micro-batch by name, for tokens.html. Those of a
+        later update replace those of an earlier one."""
+        for name, x in numbers.items() if weight > 0 else ():
+            if name not in self.per_token:
+                self.per_token[name] = torch.full_like(self.rollout_logprobs, math.nan)
+            self.per_token[name][rows] = x.detach()
 
     def merged(self, num: int) -> list[Tensor]:
         """Minibatches of num consecutive ones each."""
@@ -759,7 +769,8 @@ def run_folder(args, name: str) -> Path:
 
 
 class Run:
-    """A run's folder: args.json, metrics.jsonl, samples.jsonl, the script, checkpoints, curves."""
+    """A run's folder: args.json, metrics.jsonl, samples.jsonl, tokens.jsonl, the script,
+    checkpoints and pictures."""
 
     def __init__(self, script: str, preset: str, args, accelerator: Accelerator):
         self.args, self.accelerator, self.is_main = args, accelerator, accelerator.is_main_process
@@ -897,6 +908,23 @@ class Run:
         if self.bar is not None:
             self.bar.set_postfix(shown, refresh=False)
 
+    def log_tokens(
+        self, step: int, groups: list[Group], batch: Batch, tokenizer, advantages, values=None
+    ) -> None:
+        """Append a few responses of rank 0 to tokens.jsonl, with the numbers of each token:
+        advantages [b, 1] or [b, T], values [b, T + 1] of the states around the tokens, and what the
+        batch recorded. At step 1, the last, and multiples of eval_every, some twenty times at most,
+        so that the page stays light."""
+        every = self.args.eval_every * max(1, self.args.num_steps // (10 * self.args.eval_every))
+        if not self.is_main or (step % every != 0 and step not in (1, self.args.num_steps)):
+            return
+        shown = {"advantage": advantages} | batch.per_token
+        if values is not None:
+            shown |= {"value": values[:, 1:], "value_change": values.diff()}
+        lines = token_lines(step, groups, batch, tokenizer, shown)
+        with open(self.folder / "tokens.jsonl", "a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
     def save_if_due(self, step: int, *trained: tuple, **state) -> None:
         """Save every save_every steps, at the last one, and where a signal asks to stop. A
         collective."""
@@ -980,14 +1008,15 @@ class Run:
         return state
 
     def _keep_logs_up_to(self, step: int) -> None:
-        for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
+        for name in ("metrics", "samples", "tokens"):
+            path = self.folder / f"{name}.jsonl"
             if self.is_main and path.exists():
                 lines = path.read_text().splitlines(keepends=True)
                 whole = [line for line in lines if line.endswith("\n")]  # a kill can cut the last
                 path.write_text("".join(x for x in whole if json.loads(x)["step"] <= step))
 
     def finish(self) -> None:
-        """Close the tracker, draw the curves, print the closing table."""
+        """Close the tracker, draw the curves and the tokens, print the closing table."""
         if self.tracker_works:
             self._track(self.accelerator.end_training)
         if self.is_main:
@@ -996,6 +1025,8 @@ class Run:
             print(f"evaluation: {eval_settings(self.args)}")
             print(pictures.summary(self.folder))
             print(f"curves: {pictures.curves([self.folder], self.folder / 'curves.png')}")
+            if (self.folder / "tokens.jsonl").exists():
+                print(f"tokens: {token_page(self.folder)}")
         self.accelerator.wait_for_everyone()
 
 

@@ -345,11 +345,11 @@ def main(args: Args, preset: str) -> None:
                         ref_logprobs = reference(*batch.inputs(rows), args.temperature)[0]
                     stats["policy/ref_kl"] = k3(logprobs, ref_logprobs, mask)
                     loss = loss + args.kl_coef * stats["policy/ref_kl"] / num_tokens
-                # FSDP averages gradients over ranks (a collective); the loss is a sum over them.
-                accelerator.backward(loss * accelerator.num_processes)
+                accelerator.backward(loss * accelerator.num_processes)  # FSDP averages over ranks
                 stats["policy/entropy"] = (entropy * mask).sum()
                 meter.add(stats | logprob_gap(old, sampler, mask), mask.sum())
                 meter.add(*batch.padding(rows, weight))
+                batch.record(rows, weight, log_ratio=logprobs - old, entropy=entropy)
             grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             if torch.isfinite(grad_norm):
                 optimizer.step()
@@ -375,6 +375,7 @@ def main(args: Args, preset: str) -> None:
         if step % args.eval_every == 0 or step == args.num_steps:
             metrics |= evaluate(args, engine, suites, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
+        run.log_tokens(step, groups, batch, tokenizer, advantages)
         run.save_if_due(step, trained, cursor=cursor, bad_steps=bad_steps)  # collective
     export(policy, tokenizer, run.folder / "model", accelerator)
     run.finish()

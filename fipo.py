@@ -256,9 +256,8 @@ def future_kl(log_ratio, mask, half_life, dual_clip):
     log_ratio d, mask [B, T]; half_life None: gamma = 1 [FIPO Eq. 4]; dual_clip None: M = 1. Returns
     fp32 [B, T]. FKL_t = M_t d_t + gamma FKL_t+1 is a first-order recurrence: from right to left in
     blocks of 128 tokens it needs only a carry, so time and memory grow with T, not with T^2."""
-    kept = mask.bool()
-    if dual_clip is not None:
-        kept = kept & ~(log_ratio.exp() > dual_clip)  # M [FIPO Eq. 5]; a NaN stays, and is seen
+    # M [FIPO Eq. 5]; a NaN stays, and is seen
+    kept = mask.bool() & ~(log_ratio.exp() > (torch.inf if dual_clip is None else dual_clip))
     filtered = torch.where(kept, log_ratio.double(), 0.0)  # M d; fp64, for long sums cancel
     gamma = 1.0 if half_life is None else 2 ** (-1 / half_life)
     index = torch.arange(128, device=filtered.device, dtype=filtered.dtype)
@@ -277,11 +276,8 @@ def influence_weights(
 ):
     """f_t = clip(exp(FKL_t), low, high) [FIPO Eq. 7], and 1 where A < 0 and the ratio exceeds
     safety_threshold [FIPO §3.2]. All tensors broadcast to [B, T]."""
-    weights = future_kl.exp()
-    if influence_high is None:
-        weights = weights.clamp(max=10.0)  # RELEASE: no lower bound
-    else:
-        weights = weights.clamp(influence_low, influence_high)
+    low, high = (influence_low, influence_high) if influence_high else (0.0, 10.0)
+    weights = future_kl.exp().clamp(low, high)  # RELEASE: no lower bound where it is None
     # RELEASE: clamp(f, 0.8, 1.0) there; the two agree on the interval [1.0, 1.2].
     return torch.where((advantages < 0) & (ratio > safety_threshold), 1.0, weights)
 
@@ -289,13 +285,13 @@ def influence_weights(
 def policy_loss(
     logprobs, old_logprobs, advantages, mask, num_tokens, clip_eps_low, clip_eps_high, dual_clip,
     future_kl_half_life, influence_low, influence_high, safety_threshold, filter_extremes=True,
-    drop_dual_clipped_responses=False, length_heuristic=None, max_response_tokens=None,
+    drop_dual_clipped_responses=False, length_heuristic=None, max_response_tokens=None, with_f=False
 ):  # fmt: skip
     """The clipped surrogate [FIPO Eq. 8]: a sum over these rows' tokens, divided by the
     num_tokens of the whole minibatch, so that micro-batches and ranks add up.
 
     logprobs, old_logprobs, mask [B, T]; advantages [B, 1] or [B, T]; dual_clip None: no bound.
-    Returns the loss, which carries the gradient, and sums over tokens of what is logged."""
+    Returns the loss, which carries the gradient, and sums of what is logged; with_f adds f."""
     mask = mask.bool()
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)  # padding may hold NaN
     # Not clamp, which gives a NaN the gradient 0: its step would be taken instead of skipped.
@@ -303,9 +299,8 @@ def policy_loss(
     ratio = log_ratio.exp()  # [B, T]
     with torch.no_grad():  # f is a weight: no gradient flows through it
         bounds = influence_low, influence_high, safety_threshold or dual_clip or torch.inf
-        fkl = future_kl(
-            log_ratio, mask, future_kl_half_life, dual_clip if filter_extremes else None
-        )
+        filtered_above = dual_clip if filter_extremes else None
+        fkl = future_kl(log_ratio, mask, future_kl_half_life, filtered_above)
         influence = influence_weights(fkl, ratio, advantages, *bounds)  # f [B, T]
         if length_heuristic is not None:
             by_length = 1 + length_heuristic * mask.sum(1, keepdim=True) / max_response_tokens
@@ -336,6 +331,7 @@ def policy_loss(
         "fipo/clip_high_frac": (mask & (fkl.exp() > (influence_high or 10.0))).sum(),
         "fipo/filtered_frac": filter_extremes * (mask & (ratio > (dual_clip or torch.inf))).sum(),
     }
+    stats |= {"influence": influence} if with_f else {}
     return loss.sum() / max(num_tokens, 1), stats
 
 
@@ -361,6 +357,7 @@ def main(args: Args, preset: str) -> None:
     shaping = args.max_response_tokens, args.overlong_buffer, args.overlong_penalty
     # Each parameter of policy_loss after num_tokens has the name of its flag.
     settings = {k: v for k, v in vars(args).items() if k in signature(policy_loss).parameters}
+    settings["with_f"] = True  # tokens.html shows it
     trained = policy, optimizer  # what a checkpoint holds
     run = Run("fipo", preset, args, accelerator)
     state = run.resume(trained)  # empty without --resume
@@ -426,16 +423,18 @@ def main(args: Args, preset: str) -> None:
                 old, sampler = old_logprobs[rows], batch.rollout_logprobs[rows]
                 corrected = advantages[rows] * truncated_importance(old, sampler, args)
                 loss, stats = policy_loss(logprobs, old, corrected, mask, num_tokens, **settings)
+                f = stats.pop("influence")  # [b, T]
                 if reference is not None:
                     with torch.no_grad():
                         ref_logprobs = reference(*batch.inputs(rows), args.temperature)[0]
                     stats["policy/ref_kl"] = k3(logprobs, ref_logprobs, mask)
                     loss = loss + args.kl_coef * stats["policy/ref_kl"] / num_tokens
-                # FSDP averages gradients over ranks (a collective); the loss is a sum over them.
-                accelerator.backward(loss * accelerator.num_processes)
+                accelerator.backward(loss * accelerator.num_processes)  # FSDP averages over ranks
                 stats["policy/entropy"] = (entropy * mask).sum()
                 meter.add(stats | logprob_gap(old, sampler, mask), mask.sum())
                 meter.add(*batch.padding(rows, weight))
+                batch.record(rows, weight, log_ratio=logprobs - old, entropy=entropy)
+                batch.record(rows, weight, influence=f, weighted_advantage=f * corrected)
             grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             if torch.isfinite(grad_norm):
                 optimizer.step()
@@ -461,6 +460,7 @@ def main(args: Args, preset: str) -> None:
         if step % args.eval_every == 0 or step == args.num_steps:
             metrics |= evaluate(args, engine, suites, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
+        run.log_tokens(step, groups, batch, tokenizer, advantages)
         run.save_if_due(step, trained, cursor=cursor, bad_steps=bad_steps)  # collective
     export(policy, tokenizer, run.folder / "model", accelerator)
     run.finish()

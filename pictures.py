@@ -2,6 +2,8 @@
 
 python pictures.py runs/fipo-tiny-seed1                      draws runs/fipo-tiny-seed1/curves.png
 python pictures.py runs/dapo-* runs/fipo-* --out both.png    overlays runs
+python pictures.py --by-seed runs/dapo-* runs/fipo-* --out both.png
+                                                             one line for the seeds of a script
 """
 
 import argparse
@@ -75,27 +77,36 @@ def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
-def curves(folders: list[Path], path: Path) -> Path:
+def curves(folders: list[Path], path: Path, by_seed: bool = False) -> Path:
     """Draw the panels that the runs have numbers for: of one run every key, of several runs the
-    first key of each panel, a colour for each run."""
-    runs = {Path(folder).name: read_metrics(folder) for folder in folders}
-    logged = {key for lines in runs.values() for line in lines for key in line}
+    first key of each panel, a colour for each run. by_seed: runs whose names differ in -seedN only
+    are one line, their mean, in a band from the least to the largest of them."""
+    names = [Path(folder).resolve().name for folder in folders]
+    if len({*names}) < len(names):  # in different places
+        names = [str(folder) for folder in folders]
+    runs: dict[str, list] = {}  # the metrics of each run that a label stands for
+    for name, folder in zip(names, folders, strict=True):
+        label = re.sub(r"-seed\d+", "", name) if by_seed else name
+        runs.setdefault(label, []).append(read_metrics(folder))
+    logged = {key for group in runs.values() for lines in group for x in lines for key in x}
     panels = [(title, label, [k for k in keys if k in logged]) for title, label, keys in PANELS]
     panels = [
         (title, label, keys[: None if len(runs) == 1 else 1]) for title, label, keys in panels
     ]
     panels = [panel for panel in panels if panel[2]]
-    columns = 4
-    rows = -(-len(panels) // columns)
+    columns, scatter = 4, logged >= {"eval/response_tokens_mean", "eval/avg_at_k"}
+    rows = -(-(len(panels) + scatter) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 3 * rows), squeeze=False)
     for axis, (title, label, keys) in zip(axes.flat, panels, strict=False):
         lines = [(name, key) for name in runs for key in keys]
         for i, (name, key) in enumerate(lines):
-            points = [(line["step"], line[key]) for line in runs[name] if key in line]
-            text = name if len(runs) > 1 else key.split("/")[1]
-            marker = "o" if len(points) < 12 else None
-            xs, ys = zip(*points, strict=True) if points else ((), ())
-            axis.plot(xs, ys, color=f"C{i % 10}", marker=marker, markersize=3, label=text)
+            steps, mean, low, high = series(runs[name], key)
+            text = name if len(runs) > 1 else key
+            text += f" ({len(runs[name])} seeds)" if len(runs[name]) > 1 else ""
+            marker, colour = "o" if len(steps) < 12 else None, f"C{i % 10}"
+            axis.plot(steps, mean, color=colour, marker=marker, markersize=3, label=text)
+            if len(runs[name]) > 1:
+                axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step", fontsize=8)
         axis.set_ylabel(label if len(runs) == 1 else keys[0], fontsize=8)
@@ -103,13 +114,41 @@ def curves(folders: list[Path], path: Path) -> Path:
         axis.grid(alpha=0.3)
         if len(lines) > 1 and (len(runs) == 1 or axis is axes.flat[0]):
             axis.legend(fontsize=7, framealpha=0.6)
-    for axis in axes.flat[len(panels) :]:
+    for axis in axes.flat[len(panels) + scatter :]:
         axis.axis("off")
+    if scatter:
+        accuracy_against_length(axes.flat[len(panels)], runs)
     figure.suptitle(", ".join(runs), fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return Path(path)
+
+
+def series(group: list[list[dict]], key: str) -> tuple:
+    """Steps at which every run of a group has logged a key; mean, least and largest value there."""
+    tables = [{line["step"]: line[key] for line in lines if key in line} for lines in group]
+    steps = sorted(set.intersection(*map(set, tables)))
+    values = np.array([[table[step] for step in steps] for table in tables])  # [runs, steps]
+    return steps, values.mean(0), values.min(0), values.max(0)
+
+
+def accuracy_against_length(axis, runs: dict[str, list]) -> None:
+    """Every evaluation as a point, with the least-squares line of each label (FIPO Fig. 3f)."""
+    for i, group in enumerate(runs.values()):
+        evaluated = [x for lines in group for x in lines if "eval/avg_at_k" in x]
+        lengths = [x["eval/response_tokens_mean"] for x in evaluated]
+        accuracies = [x["eval/avg_at_k"] for x in evaluated]
+        axis.plot(lengths, accuracies, "o", color=f"C{i % 10}", markersize=3)
+        if len({*lengths}) > 1:
+            slope, start = np.polyfit(lengths, accuracies, 1)
+            ends = np.array([min(lengths), max(lengths)])
+            axis.plot(ends, start + slope * ends, color=f"C{i % 10}", alpha=0.6)
+    axis.set_title("Accuracy against length", fontsize=10)
+    axis.set_xlabel("response tokens in the evaluation", fontsize=8)
+    axis.set_ylabel("share right", fontsize=8)
+    axis.tick_params(labelsize=7)
+    axis.grid(alpha=0.3)
 
 
 def summary(folder: Path) -> str:
@@ -220,8 +259,12 @@ if __name__ == "__main__":
     parser.add_argument(
         "--out", type=Path, help="picture to write (default: curves.png of the first run)"
     )
+    parser.add_argument(
+        "--by-seed", action="store_true", help="mean and range of the runs that differ in seed only"
+    )
     arguments = parser.parse_args()
     for run in arguments.runs:
         if not (run / "metrics.jsonl").is_file():
             parser.error(f"{run} is not the folder of a run: it has no metrics.jsonl")
-    print(curves(arguments.runs, arguments.out or arguments.runs[0] / "curves.png"))
+    out = arguments.out or arguments.runs[0] / "curves.png"
+    print(curves(arguments.runs, out, arguments.by_seed))

@@ -445,11 +445,11 @@ def main(args: Args, preset: str) -> None:
                 old, sampler = old_logprobs[rows], batch.rollout_logprobs[rows]
                 corrected = advantages[rows] * truncated_importance(old, sampler, args)
                 loss, stats = policy_loss(logprobs, old, corrected, keep, num_tokens, **settings)
-                # FSDP averages gradients over ranks (a collective); the loss is a sum over them.
-                accelerator.backward(loss * accelerator.num_processes)
+                accelerator.backward(loss * accelerator.num_processes)  # FSDP averages over ranks
                 stats["policy/entropy"] = (entropy * keep).sum()
                 meter.add(stats | logprob_gap(old, sampler, keep), keep.sum())
                 meter.add(*batch.padding(rows, weight))
+                batch.record(rows, weight, log_ratio=logprobs - old, entropy=entropy)
             grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             if torch.isfinite(grad_norm):
                 optimizer.step()
@@ -483,6 +483,7 @@ def main(args: Args, preset: str) -> None:
         if step % args.eval_every == 0 or step == args.num_steps:
             metrics |= evaluate(args, engine, suites, reward_function, tokenizer)
         run.log(step, metrics, groups, tokenizer)
+        run.log_tokens(step, groups, batch, tokenizer, advantages, values)
         restated = args.stop_on_restatement and left_band(stated)
         if restated or (args.stop_on_entropy_rise and rebounded(entropies)):
             alarm = "answers are restated" if restated else "the entropy rises"

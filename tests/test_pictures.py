@@ -119,3 +119,61 @@ def test_a_run_without_evaluations_has_no_rows_of_them(tmp_path):
     assert "peak" not in text and "against length" not in text and "reward/mean" in text
     one = [{"step": 0, "eval/avg_at_k": 0.1}, {"step": 9, "eval/avg_at_k": 0.2}]
     assert "peak" not in written(tmp_path, one)
+
+
+def write_run(folder, lines):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return folder
+
+
+def drawn(monkeypatch, folders, **settings):
+    """The figure that curves draws."""
+    figures = []
+    with monkeypatch.context() as patch:
+        patch.setattr(pictures.plt, "close", figures.append)
+        pictures.curves(folders, folders[0] / "x.png", **settings)
+    assert (folders[0] / "x.png").stat().st_size > 0
+    return {axis.get_title(): axis for axis in figures[0].axes}
+
+
+def test_by_seed_is_the_mean_in_a_band_from_least_to_largest(tmp_path, monkeypatch):
+    def of(*values):
+        return [{"step": i + 1, "reward/mean": value} for i, value in enumerate(values)]
+
+    folders = [
+        write_run(tmp_path / "a-seed1", of(0.5, 0.0, 7.0)),  # step 3 is of one seed only
+        write_run(tmp_path / "a-seed12", of(0.0, 1.0)),
+        write_run(tmp_path / "b-seed1", of(0.25, 0.75)),
+    ]
+    axis = drawn(monkeypatch, folders, by_seed=True)["Reward"]
+    a, b = axis.lines
+    assert (a.get_label(), b.get_label()) == ("a (2 seeds)", "b")
+    assert [[*a.get_xdata()], [*a.get_ydata()]] == [[1, 2], [0.25, 0.5]]
+    assert [*b.get_ydata()] == [0.25, 0.75]
+    (band,) = axis.collections
+    assert {(1, 0.0), (1, 0.5), (2, 0.0), (2, 1.0)} == {
+        (x, y) for x, y in band.get_paths()[0].vertices
+    }
+    plain = drawn(monkeypatch, folders)["Reward"]
+    assert [x.get_label() for x in plain.lines] == ["a-seed1", "a-seed12", "b-seed1"]
+    assert not plain.collections
+
+
+def test_runs_of_one_name_in_two_places_are_both_drawn(tmp_path, monkeypatch):
+    lines = [{"step": 1, "reward/mean": 0.5}]
+    folders = [write_run(tmp_path / place / "run", lines) for place in ("here", "there")]
+    axis = drawn(monkeypatch, folders)["Reward"]
+    assert [x.get_label() for x in axis.lines] == [str(folder) for folder in folders]
+
+
+def test_accuracy_against_length_has_a_point_per_evaluation_and_a_line(tmp_path, monkeypatch):
+    # x = 0, 1, 2, 3 and y = 0, 1, 1, 2: slope 0.6, intercept 0.1
+    lines = [
+        {"step": x, "eval/response_tokens_mean": x, "eval/avg_at_k": y}
+        for x, y in enumerate([0, 1, 1, 2])
+    ]
+    axis = drawn(monkeypatch, [write_run(tmp_path / "run", lines)])["Accuracy against length"]
+    points, fit = axis.lines
+    assert [[*points.get_xdata()], [*points.get_ydata()]] == [[0, 1, 2, 3], [0, 1, 1, 2]]
+    assert [*fit.get_xdata()] == [0, 3] and [*fit.get_ydata()] == pytest.approx([0.1, 1.9])
