@@ -53,7 +53,7 @@ QUANTITIES = {
     "entropy": (
         "entropy",
         None,
-        "Entropy of the distribution that the token was drawn from, nats, at that update.",
+        "Entropy of the policy's distribution at this place, nats, at that update.",
     ),
 }
 
