@@ -4,10 +4,10 @@
     python benchmarks/kill_and_resume.py            # runs what is missing, then prints the table
     python benchmarks/kill_and_resume.py --table    # prints the table, runs nothing
 
-The moment is drawn (--seed) between the line of step 0 in metrics.jsonl (sft.py: of step 1) and the
-end of the process; every third resumed run is killed again, at any moment from its start on. Sizes
-are small, a checkpoint is written every 2 steps. Appends one line per kill to
-benchmarks/kill_and_resume.jsonl, and skips what has one there.
+The moment is drawn (--seed): so many lines of metrics.jsonl, 1 to 13, and so much of the time
+between two lines. Every third run is killed again while it loads and resumes. Sizes are small, a
+checkpoint is written every 2 steps. Appends one line per case to benchmarks/kill_and_resume.jsonl,
+and skips what has one there.
 """
 
 import argparse
@@ -28,9 +28,8 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "kill_and_resume.jsonl"
-CASES = [
-    (s, n) for n in (1, 2) for s in ("sft.py", "dapo.py", "fipo.py", "ppo_critic.py", "rfpo.py")
-]
+SCRIPTS = ("fipo.py", "ppo_critic.py", "sft.py", "rfpo.py", "dapo.py")
+CASES = [(script, processes) for script in SCRIPTS for processes in (2, 1)]
 EVERY = "--num-steps 12 --save-every 2 --eval-problems 8 --rollout-engine hf"
 RL = f"{EVERY} --eval-every 4 --prompts-per-step 4 --group-size 4 --minibatch-size 8"
 FLAGS = {
@@ -73,10 +72,10 @@ def kill(process: subprocess.Popen) -> int:
     return process.wait()
 
 
-def wait_for_line(process: subprocess.Popen, folder: Path) -> None:
-    """Wait for the first line of metrics.jsonl."""
+def wait_for_lines(process: subprocess.Popen, folder: Path, count: int) -> None:
+    """Wait for so many lines of metrics.jsonl, or for the end."""
     path = folder / "runs" / "run" / "metrics.jsonl"
-    while not (path.exists() and path.stat().st_size) and process.poll() is None:
+    while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= count):
         time.sleep(0.01)
 
 
@@ -85,14 +84,16 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def left_alone(folder: Path, script: str, processes: int, *flags: str) -> tuple[float, float]:
-    """An uninterrupted run; returns its seconds up to the first line, and from there to its end."""
+    """An uninterrupted run; returns its seconds up to the first line, and from one to the next."""
     begin = time.monotonic()
     process = start(folder, script, processes, *flags)
-    wait_for_line(process, folder)
+    wait_for_lines(process, folder, 1)
     middle = time.monotonic()
+    wait_for_lines(process, folder, 12)
+    end = time.monotonic()
     if process.wait() != 0:
         raise SystemExit((folder / "log").read_text())
-    return middle - begin, time.monotonic() - middle
+    return middle - begin, (end - middle) / 11
 
 
 def killed(
@@ -101,18 +102,21 @@ def killed(
     processes: int,
     whole: Path,
     seconds: tuple[float, float],
-    moments: list[float],
+    moment: float,
+    again: float | None,
     *flags: str,
 ) -> dict | None:
-    """A run that is killed at the first moment (a share of the seconds after the first line), each
-    resumed run at the next (a share of all seconds), and the last one left alone. Returns what came
-    of it beside the run in the folder `whole`; None where a kill came too late."""
+    """A run that is killed after so many lines (the fraction: of the time between two), resumed,
+    perhaps killed again (after a share of the time to the first line), resumed again and left
+    alone. Returns what came of it beside the run in `whole`; None where a kill came too late."""
     run, kills = folder / "runs" / "run", []
-    for number, moment in enumerate(moments):
-        process = start(folder, script, processes, *(["--resume"] if number else []), *flags)
-        if number == 0:
-            wait_for_line(process, folder)
-        time.sleep(moment * (sum(seconds) if number else seconds[1]))
+    for resumed in (False,) if again is None else (False, True):
+        process = start(folder, script, processes, *(["--resume"] if resumed else []), *flags)
+        if resumed:
+            time.sleep(again * seconds[0])
+        else:
+            wait_for_lines(process, folder, int(moment))
+            time.sleep((moment - int(moment)) * seconds[1])
         if process.poll() is not None or kill(process) != -signal.SIGKILL:
             return None
         steps = [line["step"] for line in read_lines_of_a_killed_run(run / "metrics.jsonl")]
@@ -120,7 +124,7 @@ def killed(
         complete = {mark.parent.name for mark in run.glob("checkpoints/*/complete")}
         newest = max((int(name[5:]) for name in complete if name.startswith("step-")), default=None)
         during_save = any(name.startswith("partial-") for name in found)
-        kills.append({"moment": moment, "last_line": max(steps, default=None), "newest": newest})
+        kills.append({"last_line": max(steps, default=None), "newest": newest})
         kills[-1]["during_save"] = during_save
     process = start(folder, script, processes, "--resume", *flags)
     code, log = process.wait(), (folder / "log").read_text()
@@ -130,6 +134,8 @@ def killed(
     ours = {path.relative_to(run): path for path in weight_files(folder)}
     a, b = (read_lines(f / "runs" / "run" / "metrics.jsonl") for f in (whole, folder))
     return {
+        "moment": moment,
+        "again": again,
         "kills": kills,
         "resumed_from": [int(step) for step in re.findall(r"resuming from \S+step-(\d+)", log)],
         "same_weights": theirs.keys() == ours.keys()
@@ -202,12 +208,11 @@ def main():
             flags = pair if script == "rfpo.py" else []
             seconds, result, tries = left_alone(case / "whole", script, processes, *flags), None, 0
             while result is None:
-                moments = [rng.uniform(0, 1) for _ in range(2 if number % 3 == 2 else 1)]
+                moment, again = rng.uniform(1, 13), rng.random() if number % 3 == 2 else None
                 tries += 1
-                print(f"{script}, {processes} processes: kill at {moments}", flush=True)
-                folder = case / f"killed-{tries}"
-                ways = case / "whole", seconds, moments
-                result = killed(folder, script, processes, *ways, *flags)
+                print(f"{script}, {processes}: kill at {moment:.2f}, again {again}", flush=True)
+                folder, whole = case / f"killed-{tries}", case / "whole"
+                result = killed(folder, script, processes, whole, seconds, moment, again, *flags)
             line = {"script": script, "processes": processes, "seed": options.seed, **result}
             line["seconds"] = round(time.monotonic() - begin)
             line["date"] = datetime.date.today().isoformat()
