@@ -694,8 +694,8 @@ class Run:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UsageError(f"--runs-dir {args.runs_dir}: {error}") from error
-            self._lock()
             with self.writing("args.json"):
+                self._lock()
                 self._write_args()
                 shutil.copy(sys.argv[0], self.folder)
         if self.tracker_works:
@@ -721,6 +721,8 @@ class Run:
         except (BlockingIOError, PermissionError):
             message = f"{self.folder} is in use by another process; end that first"
             raise UsageError(message) from None
+        except OSError as error:  # some network file systems have no locks
+            self.warn(f"{self.folder} has no lock ({error}): do not resume a run that is alive")
 
     def _warn_of_changes(self) -> None:
         """Name the settings in which a resumed run differs from its beginning."""

@@ -54,7 +54,8 @@ def start(command: list[str], cwd: Path, processes: int = 1, **options) -> subpr
     script = [str(ROOT / word) if word in SCRIPTS else word for word in command[:at]]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    words = [*launcher, *script, "tiny", *SMALL, *command[at:]]
+    sizes = kill_and_resume.FLAGS["sft.py"].split() if "sft.py" in command else SMALL
+    words = [*launcher, *script, "tiny", *sizes, *command[at:]]
     return subprocess.Popen(words, cwd=cwd, env=env, **pipes, **options)
 
 
@@ -137,7 +138,10 @@ def test_sigterm_to_torchrun_saves_within_a_step_and_a_folder_in_use_is_refused(
     logged = len(metrics(folder))
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=PATIENCE_S)
-    assert "stopping after this step" in output and "Traceback" not in output.split("agent")[0]
+    assert (
+        "stopping after this step" in output
+        and "Traceback" not in output.split("torch/distributed/elastic")[0]
+    )
     lines = metrics(folder)
     assert len(lines) <= logged + 2  # the step under way, and one that the reading above missed
     saved = [mark.parent.name for mark in folder.glob("checkpoints/*/complete")]
@@ -244,6 +248,15 @@ def test_too_many_updates_that_are_not_finite_end_the_run_with_the_cause(tmp_pat
     assert [line.get("optim/bad_steps") for line in lines] == [None, 1]  # the second step ended it
 
 
+@pytest.mark.slow
+def test_bad_updates_are_counted_across_a_resume(tmp_path):
+    (tmp_path / "poison.py").write_text(POISON)
+    finish(start(["poison.py", "0", "12", "sft.py"], tmp_path))  # the last of 12
+    more = ["poison.py", "0", "1", "sft.py", "--num-steps", "13", "--max-bad-steps", "2"]
+    output = finish(start([*more, "--resume"], tmp_path), code=1)
+    assert "sft.py: error: 2 updates in a row were not finite" in output
+
+
 # --- The file system
 
 
@@ -263,7 +276,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(processes, tmp_path, base_
     output = finish(start(more, tmp_path, processes, preexec_fn=limit_file_size), code=1)
     assert time.monotonic() - since < PATIENCE_S
     assert "step-000003 was not written" in output and "then starts from step-000002" in output
-    assert "Traceback" not in output.split("torch.distributed.elastic")[0]
+    assert "Traceback" not in output.split("torch/distributed/elastic")[0]
     assert [path.parent.name for path in sorted(folder.glob("checkpoints/*/complete"))] == [
         "step-000001",
         "step-000002",
