@@ -210,11 +210,7 @@ def test_a_rank_that_fails_takes_the_others_down(fault, words, tmp_path, base_po
 @pytest.mark.slow
 def test_a_rank_without_a_response_steps_with_the_others(tmp_path, base_policy):
     # Minibatches of one response: in two processes one rank has none, in every update.
-    (tmp_path / "mine.py").write_text(
-        "def f(prompts, responses, golds):\n    return [float(len(r) % 2) for r in responses]\n"
-    )
-    flags = ["dapo.py", "--reward", "mine.py:f", "--prompts-per-step", "1", "--group-size", "2"]
-    flags += ["--minibatch-size", "1"]
+    flags = ["dapo.py", "--prompts-per-step", "1", "--group-size", "2", "--minibatch-size", "1"]
     for name, processes in (("one", 1), ("two", 2)):
         finish(start([*flags, "--run-name", name], tmp_path, processes))
     one, two = (metrics(tmp_path / "runs" / name) for name in ("one", "two"))
@@ -265,8 +261,8 @@ def limit_file_size() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_full_disk_leaves_the_last_checkpoint_whole(processes, tmp_path, base_policy):
+def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, base_policy):
+    processes = 2
     flags = ["dapo.py", "--decay-steps", "0", "--eval-every", "4", "--run-name"]
     finish(start([*flags, "whole", "--num-steps", "3"], tmp_path, processes))
     finish(start([*flags, "full", "--num-steps", "2"], tmp_path, processes))
@@ -281,6 +277,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(processes, tmp_path, base_
         "step-000001",
         "step-000002",
     ]
+    assert (folder / "checkpoints" / "partial-000003" / "weights").exists()  # and is not loaded
     output = finish(start(more, tmp_path, processes))
     assert "checkpoints/step-000002" in output
     assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3]
@@ -293,15 +290,12 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(processes, tmp_path, base_
 
 WRITER = """
 class SummaryWriter:
-    def __init__(self, folder):
-        if "init" in FAULTS: raise OSError("the tracker does not answer")
+    def __init__(self, folder): pass
     def add_hparams(self, values, metric_dict): pass
     def add_scalar(self, name, value, global_step):
-        if "log" in FAULTS: raise OSError("the tracker does not answer")
+        if FAULTS: raise OSError("the tracker does not answer")
     def flush(self): pass
-    def close(self):
-        print("the tracker was closed", flush=True)
-        if "finish" in FAULTS: raise OSError("the tracker does not answer")
+    def close(self): print("the tracker was closed", flush=True)
 """
 
 
@@ -309,10 +303,8 @@ class SummaryWriter:
     ("faults", "processes"),
     [
         ("log", 1),
-        pytest.param("init", 2, marks=pytest.mark.slow),
         pytest.param("log", 2, marks=pytest.mark.slow),
-        pytest.param("finish", 2, marks=pytest.mark.slow),
-        pytest.param("", 2, marks=pytest.mark.slow),
+        pytest.param("", 2, marks=pytest.mark.slow),  # one that works
     ],
 )
 def test_a_tracker_that_raises_never_stops_training(faults, processes, tmp_path, base_policy):
@@ -330,7 +322,7 @@ def test_a_tracker_that_raises_never_stops_training(faults, processes, tmp_path,
     output = finish(process)
     off = "warning: the tracker is off: OSError: the tracker does not answer"
     assert output.count(off) == (1 if faults else 0)
-    assert output.count("the tracker was closed") == (1 if faults in ("", "finish") else 0)
+    assert output.count("the tracker was closed") == (0 if faults else 1)
     folder = tmp_path / "runs" / "dapo-tiny-seed1"
     assert [line["step"] for line in metrics(folder)] == [0, 1, 2]
     assert (folder / "model" / "model.safetensors").exists()
