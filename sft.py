@@ -261,8 +261,9 @@ def main(args: Args, preset: str) -> None:
         engine = make_engine(args, policy, tokenizer, accelerator)
         engine.sleep()  # vLLM leaves the GPU's memory to the training
     run = Run("sft", preset, args, accelerator)
-    start, bad_steps = run.resume((policy, optimizer)).get("step", 0), 0
-    for step in run.steps(start):
+    state = run.resume((policy, optimizer))  # empty without --resume
+    bad_steps = state.get("bad_steps", 0)
+    for step in run.steps(state.get("step", 0)):
         epoch, offset = divmod(step - 1, steps_per_epoch)
         order = np.random.default_rng([args.seed, epoch]).permutation(len(examples))
         groups = [examples[i] for i in order[offset * args.batch_size :][: args.batch_size]]
@@ -297,7 +298,7 @@ def main(args: Args, preset: str) -> None:
                 metrics |= evaluate(args, engine, suites, reward, tokenizer)
                 engine.sleep()
         run.log(step, metrics, groups, tokenizer)
-        run.save_if_due(step, (policy, optimizer))  # collective
+        run.save_if_due(step, (policy, optimizer), bad_steps=bad_steps)  # collective
     if run.stopping:  # a half-trained model must not pass for the base policy
         raise SystemExit("stopped by a signal before the last step; no final model was exported")
     if args.export:

@@ -161,12 +161,15 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(tmp_path, base_
     data.write_bytes(data.read_bytes()[:1000])
     output = run("dapo.py", "--resume", "--num-steps", "3", cwd=tmp_path)
     assert "step-000002 does not load" in output and "resuming from" in output
+    assert "other settings" not in output  # --num-steps may change
     assert [line["step"] for line in metrics(folder.parent)] == [0, 1, 2, 3]
     for state in folder.glob("*/state.json"):
         state.write_text("{")
-    process = start("dapo.py", "--resume", "--num-steps", "4", cwd=tmp_path)
+    flags = ["--resume", "--num-steps", "4", "--learning-rate", "0.5"]
+    process = start("dapo.py", *flags, cwd=tmp_path)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2 and "error: no checkpoint of" in output
+    assert "goes on with other settings than before: --learning-rate 0.0001 -> 0.5\n" in output
 
 
 def test_an_interrupted_sft_exports_nothing(tmp_path):

@@ -1,5 +1,6 @@
 """Meters, schedules, seeds, batches: what the loop leans on."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -201,6 +202,19 @@ def test_dropout_of_a_configuration_is_off(base_policy):
     policy = common.Policy(lm.train())
     inputs = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([3]), torch.tensor([2]), 2, 1.0
     assert torch.equal(policy(*inputs)[0], policy(*inputs)[0])
+
+
+def test_logs_are_cut_at_the_checkpoint_and_warnings_know_their_past(tmp_path):
+    run = object.__new__(common.Run)
+    run.folder, run.is_main, run.past = tmp_path, True, common.defaultdict(list)
+    lines = [{"step": i, "policy/kl": k} for i, k in enumerate([0.0, 1.0, float("nan"), 3.0, 4.0])]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text(text + '{"step": 1, "pol')  # a kill cut the last line
+    run._keep_logs_up_to(3)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (tmp_path / name).read_text() == text[: text.index('{"step": 4')]
+    assert run.past["policy/kl"] == [0.0, 1.0, 3.0]  # as an uninterrupted run has it
 
 
 def test_collapse_is_announced_by_three_jumps_once(capsys):
