@@ -333,7 +333,7 @@ def main(args: Args, preset: str) -> None:
         for update, minibatch in enumerate(run.timed("policy_update", minibatches)):
             num_tokens = accelerator.reduce(batch.mask[minibatch].sum()).clamp(min=1)  # collective
             for rows, weight in microbatches(batch, minibatch, args, accelerator):  # collective
-                mask = batch.mask[rows] & (weight > 0)  # [b, T]
+                mask = batch.mask[rows] & (weight > 0)  # [b, T]; 0: a filler, see microbatches
                 logprobs, entropy = policy(*batch.inputs(rows), args.temperature)  # [b, T]
                 if update == 0:
                     old_logprobs[rows] = logprobs.detach()

@@ -14,6 +14,7 @@ began a future which the updates reinforce count more, tokens that began a suppr
     f_t   = clip(exp(FKL_t), low, high), no gradient                             [FIPO Eq. 7]
     f_t   = 1 where A < 0 and exp(d_t) > safety_threshold                        [FIPO §3.2]
     loss  = DAPO's clipped loss, with f_t A in place of the response's A         [FIPO Eq. 8]
+    A     = (reward - mean) / (std + 1e-6) over the responses to a prompt, as in DAPO
 
 Differs from dapo.py in the weight f, its flags (some of them ablations) and its metrics. On the
 first update of a batch d = 0 and f = 1: FIPO is DAPO unless a batch serves more than one update.
@@ -27,6 +28,7 @@ DEVIATION: the loss has one denominator per minibatch (DAPO's practice), where F
 per prompt. test_dapo.py::test_token_mean_over_the_minibatch pins it.
 DEVIATION: M_t filters tokens of any advantage, as the authors' code does, where FIPO Eq. 5 filters
 at A < 0 only. test_fipo.py::test_eq5_filter_whatever_the_sign_of_the_advantage pins it.
+RELEASE, in comments: behaviour found only in the code that the authors released.
 """
 
 from dataclasses import dataclass, replace
@@ -416,7 +418,7 @@ def main(args: Args, preset: str) -> None:
         for update, minibatch in enumerate(run.timed("policy_update", minibatches)):
             num_tokens = accelerator.reduce(batch.mask[minibatch].sum()).clamp(min=1)  # collective
             for rows, weight in microbatches(batch, minibatch, args, accelerator):  # collective
-                mask = batch.mask[rows] & (weight > 0)  # [b, T]
+                mask = batch.mask[rows] & (weight > 0)  # [b, T]; 0: a filler, see microbatches
                 logprobs, entropy = policy(*batch.inputs(rows), args.temperature)  # [b, T]
                 if update == 0:
                     old_logprobs[rows] = logprobs.detach()
