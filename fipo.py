@@ -28,7 +28,6 @@ DEVIATION: the loss has one denominator per minibatch (DAPO's practice), where F
 per prompt. test_dapo.py::test_token_mean_over_the_minibatch pins it.
 DEVIATION: M_t filters tokens of any advantage, as the authors' code does, where FIPO Eq. 5 filters
 at A < 0 only. test_fipo.py::test_eq5_filter_whatever_the_sign_of_the_advantage pins it.
-RELEASE, in comments: behaviour found only in the code that the authors released.
 """
 
 from dataclasses import dataclass, replace
