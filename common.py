@@ -909,7 +909,7 @@ class Run:
         times their own median over the steps so far. Warns, once, at three; 0 in the first ten."""
         names = "policy/dual_clip_frac policy/kl optim/grad_norm rollout/response_tokens_mean"
         jumped = []
-        for name in names.split():
+        for name in [name for name in names.split() if name in metrics]:
             past = self.past[name]
             if len(past) >= 10 and metrics[name] > 5 * abs(float(np.median(past))):
                 jumped.append(name)

@@ -108,10 +108,8 @@ def check_args(args) -> None:
         f"--minibatch-size {args.minibatch_size} does not divide prompts_per_step x group_size = "
         f"{batch}",
     )
-    require(
-        args.dual_clip is None or args.dual_clip > 1,
-        f"--dual-clip {args.dual_clip} must be above 1, or None",
-    )
+    dual_clip = vars(args).get("dual_clip")  # not every algorithm has one
+    require(dual_clip is None or dual_clip > 1, f"--dual-clip {dual_clip} must be above 1, or None")
     rate = args.learning_rate
     require(0 < rate < math.inf, f"--learning-rate {rate} must be a positive number")
     trackers = [tracker.value for tracker in get_available_trackers()]

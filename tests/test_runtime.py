@@ -228,6 +228,7 @@ def test_collapse_is_announced_by_three_jumps_once(capsys):
     }
     assert [run.collapse_signals(calm) for _ in range(12)] == [0] * 12
     assert run.collapse_signals({**calm, "optim/grad_norm": 6.0, "policy/kl": 0.1}) == 2
+    assert run.collapse_signals({"optim/grad_norm": 6.0}) == 1  # a script may log fewer of them
     assert "collapse" not in capsys.readouterr().out
     jump = {**calm, "optim/grad_norm": 6.0, "policy/kl": 0.1, "policy/dual_clip_frac": 0.2}
     assert [run.collapse_signals(jump) for _ in range(2)] == [3, 3]
@@ -265,3 +266,10 @@ def test_ranks_that_read_no_weights_have_the_same_model_but_for_its_numbers(
     assert all(
         torch.equal(a, b) for a, b in zip(main.parameters(), whole.parameters(), strict=True)
     )
+
+
+def test_settings_of_an_algorithm_without_a_dual_clip_pass():
+    settings = {name: value for name, value in vars(ARGS).items() if name != "dual_clip"}
+    common.check_args(SimpleNamespace(**settings))
+    with pytest.raises(common.UsageError, match=r"--dual-clip 1\.0 must be above 1"):
+        common.check_args(SimpleNamespace(**settings, dual_clip=1.0))
