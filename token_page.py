@@ -13,6 +13,8 @@ import json
 import math
 from pathlib import Path
 
+# Read here, so that a copy of the scripts without it fails at start.
+PAGE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 NUM_GROUPS, MAX_TOKENS = 2, 10_000  # groups per step, two responses of each; tokens per response
 NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # as JavaScript reads them
 
@@ -109,8 +111,7 @@ def token_page(folder: Path) -> Path:
         }
     data = {"quantities": QUANTITIES, "responses": lines}
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    page = page.replace("RUN_NAME", html.escape(folder.resolve().name)).replace("RUN_DATA", text)
+    page = PAGE.replace("RUN_NAME", html.escape(folder.resolve().name)).replace("RUN_DATA", text)
     (folder / "tokens.html").write_text(page, encoding="utf-8")
     return folder / "tokens.html"
 

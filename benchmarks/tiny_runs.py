@@ -69,7 +69,7 @@ def run(script, seed, flags, runs_dir, warm):
     with tempfile.TemporaryDirectory() as copy:
         home = ROOT if warm else Path(copy)
         if not warm:
-            for path in ROOT.glob("*.py"):
+            for path in (*ROOT.glob("*.py"), ROOT / "token_page.html"):
                 shutil.copy(path, home)
         command = [sys.executable, str(home / f"{script}.py"), "tiny", "--seed", str(seed)]
         command += ["--runs-dir", str(runs_dir.resolve()), "--run-name", name, *flags]
