@@ -184,6 +184,7 @@ def test_an_interrupted_sft_exports_nothing(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.slow  # test_ranks.py compares gradients of one batch, here are whole runs
 def test_two_processes_shard_and_agree_with_one(tmp_path, base_policy):
     for name, processes in (("one", 1), ("two", 2)):
         run("fipo.py", "--run-name", name, cwd=tmp_path, processes=processes)

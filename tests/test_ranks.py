@@ -162,13 +162,16 @@ def models(base_policy, tmp_path_factory) -> dict[str, str]:
     return {"tied": base_policy, "untied": folder}
 
 
-@pytest.mark.parametrize("tie", ["tied", "untied"])
 @pytest.mark.parametrize(
-    ("kind", "tensor_parallel"),
+    ("kind", "tensor_parallel", "tie"),
     [
-        ("hf", "1"),
-        pytest.param("vllm", "1", marks=(SLOW, NO_VLLM)),
-        pytest.param("vllm", "2", marks=(SLOW, NO_VLLM)),
+        ("hf", "1", "tied"),
+        pytest.param("hf", "1", "untied", marks=SLOW),
+        *(
+            pytest.param("vllm", ranks, tie, marks=(SLOW, NO_VLLM))
+            for ranks in ("1", "2")
+            for tie in ("tied", "untied")
+        ),
     ],
 )
 def test_an_engine_follows_every_sync_of_a_sharded_policy(
