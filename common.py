@@ -952,9 +952,8 @@ class Run:
             for group in groups[:4]
             for response, correct in list(zip(group.responses, group.correct, strict=True))[:2]
         ]
-        for name, lines in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
-            with self.writing(name), open(self.folder / name, "a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+        self._append("metrics.jsonl", [metrics])
+        self._append("samples.jsonl", samples)
         if self.tracker_works:
             self._track(lambda: self.accelerator.log(metrics, step=step))
         names = "reward/accuracy rollout/response_tokens_mean policy/entropy time/tokens_per_s"
@@ -975,8 +974,10 @@ class Run:
         shown = {"advantage": advantages} | batch.per_token
         if values is not None:
             shown |= {"value": values[:, 1:], "value_change": values.diff()}
-        lines = token_lines(step, groups, batch, tokenizer, shown)
-        with open(self.folder / "tokens.jsonl", "a") as file:
+        self._append("tokens.jsonl", token_lines(step, groups, batch, tokenizer, shown))
+
+    def _append(self, name: str, lines: list[dict]) -> None:
+        with self.writing(name), open(self.folder / name, "a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def save_if_due(self, step: int, *trained: tuple, **state) -> None:
@@ -1077,14 +1078,15 @@ class Run:
         """Drop later lines; what is kept of the metrics is the past that warnings compare with."""
         for name in ("metrics", "samples", "tokens"):
             path = self.folder / f"{name}.jsonl"
-            if self.is_main and path.exists():
-                lines = path.read_text().splitlines(keepends=True)
-                whole = [line for line in lines if line.endswith("\n")]  # a kill can cut the last
-                kept = [line for line in whole if json.loads(line)["step"] <= step]
-                write_whole(path, "".join(kept))
-                for name, value in (x for line in kept for x in json.loads(line).items()):
-                    if path.name == "metrics.jsonl" and math.isfinite(value):
-                        self.past[name].append(value)
+            if not self.is_main or not path.exists():
+                continue
+            lines = path.read_text().splitlines(keepends=True)
+            whole = [(x, json.loads(x)) for x in lines if x.endswith("\n")]  # a kill can cut one
+            kept = [(line, record) for line, record in whole if record["step"] <= step]
+            write_whole(path, "".join(line for line, _ in kept))
+            for key, value in (x for _, record in kept for x in record.items()):
+                if name == "metrics" and math.isfinite(value):
+                    self.past[key].append(value)
 
     def finish(self) -> None:
         """Close the tracker, draw the curves and the tokens, print the closing table."""

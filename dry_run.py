@@ -179,9 +179,9 @@ def make_plan(args, trained_critic=None, frozen_critic=None, reference=False) ->
             rows = state | {"vLLM, asleep": ENGINE_ASLEEP, "batch": batch}
             phases[f"{who} update"] = rows | update_memory(size, args, world)
     ranks = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", 8)))  # of a node
-    host = {"loading, a whole fp32 model in rank 0": 4 * policy.params}
+    copies = 1 + (ranks / world if args.cpu_offload else 0)  # rank 0's, and the shards beside it
+    host = {"loading, a whole fp32 model in rank 0": 4 * policy.params * copies}
     if args.cpu_offload:
-        host["loading, a whole fp32 model in rank 0"] += 4 * policy.params * ranks / world
         host["weights, moments, gradients"] = held * ranks
     cache = (share - 2 * policy.params / tp - ENGINE_RESERVE) / (policy.kv / tp)
     return Plan(world, modules, phases, cache, host)

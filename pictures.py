@@ -94,7 +94,7 @@ def curves(folders: list[Path], path: Path, by_seed: bool = False) -> Path:
         (title, label, keys[: None if len(runs) == 1 else 1]) for title, label, keys in panels
     ]
     panels = [panel for panel in panels if panel[2]]
-    columns, scatter = 4, logged >= {"eval/response_tokens_mean", "eval/avg_at_k"}
+    columns, scatter = 4, logged >= KEYS
     rows = -(-(len(panels) + scatter) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 3 * rows), squeeze=False)
     for axis, (title, label, keys) in zip(axes.flat, panels, strict=False):
@@ -133,17 +133,22 @@ def series(group: list[list[dict]], key: str) -> tuple:
     return steps, values.mean(0), values.min(0), values.max(0)
 
 
+def evaluations(lines: list[dict]) -> list[tuple[float, float]]:
+    """(mean length, accuracy) of every evaluation of a run."""
+    return [(x["eval/response_tokens_mean"], x["eval/avg_at_k"]) for x in lines if {*x} >= KEYS]
+
+
 def accuracy_against_length(axis, runs: dict[str, list]) -> None:
     """Every evaluation as a point, with the least-squares line of each label (FIPO Fig. 3f)."""
     for i, group in enumerate(runs.values()):
-        evaluated = [x for lines in group for x in lines if "eval/avg_at_k" in x]
-        lengths = [x["eval/response_tokens_mean"] for x in evaluated]
-        accuracies = [x["eval/avg_at_k"] for x in evaluated]
+        points = np.array([point for lines in group for point in evaluations(lines)])
+        lengths, accuracies = points.reshape(-1, 2).T
         axis.plot(lengths, accuracies, "o", color=f"C{i % 10}", markersize=3)
         if len({*lengths}) > 1:
-            slope, start = np.polyfit(lengths, accuracies, 1)
+            slope, _ = slope_and_r2(lengths, accuracies)
             ends = np.array([min(lengths), max(lengths)])
-            axis.plot(ends, start + slope * ends, color=f"C{i % 10}", alpha=0.6)
+            line = accuracies.mean() + slope * (ends - lengths.mean())
+            axis.plot(ends, line, color=f"C{i % 10}", alpha=0.6)
     axis.set_title("Accuracy against length", fontsize=10)
     axis.set_xlabel("response tokens in the evaluation", fontsize=8)
     axis.set_ylabel("share right", fontsize=8)
@@ -177,7 +182,7 @@ def summary(folder: Path) -> str:
             rows.append((key, *(f"{value:.4g}" for value in shown), *[""] * (4 - len(shown))))
     table = ["{:30}{:>10}{:>10}{:>18}{:>18}".format(*row) for row in rows]
     table += evaluation_lines(lines)
-    points = [(x["eval/response_tokens_mean"], x["eval/avg_at_k"]) for x in lines if {*x} >= KEYS]
+    points = evaluations(lines)
     if len(points) > 2 and len({length for length, _ in points}) > 1:
         slope, r2 = slope_and_r2(*zip(*points, strict=True))
         where = f"slope {1e5 * slope:+.3g} per 100,000 tokens, R2 {r2:.2f}"  # [FIPO Fig. 3f]

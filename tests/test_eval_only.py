@@ -171,6 +171,17 @@ def test_every_script_evaluates_and_trains_nothing(
     assert "tiny: 5 problems, 20 responses" in out and "rows 20000" not in out  # nor training data
 
 
+def in_training(base_policy):
+    """A policy as dapo.py sets it up, and what its loop gives to evaluate."""
+    args = replace(dapo.Args(), model=base_policy, **SMALL)
+    accelerator = common.make_accelerator(args)
+    tokenizer = common.load_tokenizer(base_policy)
+    policy, _ = common.load_policy(args, accelerator)
+    engine = common.make_engine(args, policy, tokenizer, accelerator)
+    suites, reward = common.load_suites(args, tokenizer), common.load_reward(args.reward)
+    return policy, (args, engine, suites, reward, tokenizer)
+
+
 def test_the_same_checkpoint_twice_gives_the_same_numbers(monkeypatch, tmp_path, base_policy):
     one = call("dapo", monkeypatch, tmp_path, base_policy)
     random.random(), np.random.random(), torch.rand(3)  # what a training run would have drawn
@@ -179,13 +190,8 @@ def test_the_same_checkpoint_twice_gives_the_same_numbers(monkeypatch, tmp_path,
     other = call("dapo", monkeypatch, tmp_path, base_policy, seed=2, run_name="other")
     assert other["numbers"] != one["numbers"]
     # and they are those that a training run logs at step 0
-    args = replace(dapo.Args(), model=base_policy, **SMALL)
-    accelerator = common.make_accelerator(args)
-    tokenizer = common.load_tokenizer(base_policy)
-    policy, _ = common.load_policy(args, accelerator)
-    engine = common.make_engine(args, policy, tokenizer, accelerator)
-    suites, reward = common.load_suites(args, tokenizer), common.load_reward(args.reward)
-    logged = common.evaluate(args, engine, suites, reward, tokenizer)
+    _, evaluation = in_training(base_policy)
+    logged = common.evaluate(*evaluation)
     numbers = {key: cell["mean"] for key, cell in one["numbers"]["tiny"].items()}
     assert logged == {
         "eval/avg_at_k": numbers["avg@4"],
@@ -197,26 +203,21 @@ def test_the_same_checkpoint_twice_gives_the_same_numbers(monkeypatch, tmp_path,
 
 
 def test_an_evaluation_leaves_the_state_of_training_as_it_was(base_policy):
-    args = replace(dapo.Args(), model=base_policy, **SMALL)
-    accelerator = common.make_accelerator(args)
-    tokenizer = common.load_tokenizer(base_policy)
-    policy, _ = common.load_policy(args, accelerator)
-    engine = common.make_engine(args, policy, tokenizer, accelerator)
-    suites, reward = common.load_suites(args, tokenizer), common.load_reward(args.reward)
+    policy, evaluation = in_training(base_policy)
     policy.train()
     modes = [module.training for module in policy.modules()]
     for parameter in policy.parameters():
         parameter.grad = torch.ones_like(parameter)
     weights = {name: x.clone() for name, x in policy.state_dict().items()}
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    first = common.evaluate(args, engine, suites, reward, tokenizer)
+    first = common.evaluate(*evaluation)
     assert random.getstate() == states[0]
     assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), states[1], strict=True))
     assert torch.equal(torch.get_rng_state(), states[2])
     assert [module.training for module in policy.modules()] == modes
     assert all(torch.equal(x, weights[name]) for name, x in policy.state_dict().items())
     assert all((p.grad == 1).all() and p.requires_grad for p in policy.parameters())
-    assert common.evaluate(args, engine, suites, reward, tokenizer) == first
+    assert common.evaluate(*evaluation) == first
     assert torch.is_grad_enabled()
 
 

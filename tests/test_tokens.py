@@ -302,10 +302,11 @@ def test_resume_drops_the_tokens_of_later_steps(tmp_path):
 )
 def test_tokens_are_logged_at_few_steps(tmp_path, monkeypatch, num_steps, eval_every, wanted):
     monkeypatch.setattr(common, "token_lines", lambda step, *rest: [{"step": step}])
-    args = SimpleNamespace(num_steps=num_steps, eval_every=eval_every)
-    run = SimpleNamespace(args=args, folder=tmp_path, is_main=True)
+    run = object.__new__(common.Run)
+    run.args = SimpleNamespace(num_steps=num_steps, eval_every=eval_every)
+    run.folder, run.is_main = tmp_path, True
     for step in range(1, num_steps + 1):
-        common.Run.log_tokens(run, step, [], SimpleNamespace(per_token={}), None, {})
+        run.log_tokens(step, [], SimpleNamespace(per_token={}), None, {})
     lines = (tmp_path / "tokens.jsonl").read_text().splitlines()
     assert [json.loads(x)["step"] for x in lines] == wanted
 
