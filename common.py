@@ -41,6 +41,7 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -342,7 +343,7 @@ def reshard(module: nn.Module) -> None:
 def export(module: nn.Module, tokenizer, folder: str | Path, accelerator: Accelerator) -> None:
     """Write a policy or a critic as a Hugging Face folder, which transformers (and vLLM, a policy)
     loads. A collective; rank 0 writes, from one copy in CPU memory. The folder appears whole or
-    not at all."""
+    not at all: RunError where it cannot be written."""
     weights = {}
     for name, tensor in full_weights(module):
         if accelerator.is_main_process:
@@ -352,10 +353,16 @@ def export(module: nn.Module, tokenizer, folder: str | Path, accelerator: Accele
         shutil.rmtree(partial, ignore_errors=True)
         with torch.device("meta"):
             shell = type(module.lm)(module.lm.config)
-        shell.save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
+        try:
+            shell.save_pretrained(partial, state_dict=weights)
+            tokenizer.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(partial, folder)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"{folder} was not written ({type(error).__name__}: {error}); if the disk is full, "
+                "make room; --resume then goes on from the newest checkpoint, and writes it"
+            ) from error
     accelerator.wait_for_everyone()
 
 

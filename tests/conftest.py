@@ -7,6 +7,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# The scripts, found by the run that each of them opens: a new one needs no list.
+SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py") if f'Run("{p.stem}", ' in p.read_text())
+RL_SCRIPTS = [name for name in SCRIPTS if name != "sft"]
+
 # Settings of a run that takes seconds, through the same code as any other run.
 SMALL = [
     *("--num-steps", "2", "--eval-every", "2", "--save-every", "1", "--eval-problems", "8"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SCRIPTS
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import dapo
@@ -22,7 +22,6 @@ import tiny
 from dry_run import SHAPES, Size, find_config, make_plan, size_of, update_memory
 from runtime import UsageError, num_processes
 
-SCRIPTS = ["sft", "dapo", "fipo", "ppo_critic", "rfpo"]
 PRESETS = [(name, preset) for name in SCRIPTS for preset in importlib.import_module(name).PRESETS]
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SCRIPTS
 
 import common
 import dapo
@@ -21,7 +21,6 @@ import eval_only
 from common import Group, Letter, Problem, Response
 from metrics import bootstrap_means
 
-SCRIPTS = ["sft", "dapo", "fipo", "ppo_critic", "rfpo"]
 SMALL = {"eval_problems": 5, "eval_samples": 4}
 
 

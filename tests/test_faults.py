@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL
+from conftest import ROOT, SCRIPTS, SMALL
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -50,16 +50,14 @@ def start(command: list[str], cwd: Path, processes: int = 1, **options) -> subpr
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc_per_node", str(processes)]
-    at = next(i for i, word in enumerate(command) if word in SCRIPTS) + 1
-    script = [str(ROOT / word) if word in SCRIPTS else word for word in command[:at]]
+    scripts = [f"{name}.py" for name in SCRIPTS]
+    at = next(i for i, word in enumerate(command) if word in scripts) + 1
+    script = [str(ROOT / word) if word in scripts else word for word in command[:at]]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     sizes = kill_and_resume.FLAGS["sft.py"].split() if "sft.py" in command else SMALL
     words = [*launcher, *script, "tiny", *sizes, *command[at:]]
     return subprocess.Popen(words, cwd=cwd, env=env, **pipes, **options)
-
-
-SCRIPTS = ("sft.py", "dapo.py", "fipo.py", "ppo_critic.py", "rfpo.py")
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
@@ -258,6 +256,27 @@ def test_bad_updates_are_counted_across_a_resume(tmp_path):
 
 def limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # bytes; a checkpoint has more
+
+
+EXPORT = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+import common, dapo, runtime
+policy, _ = common.load_policy(args := dapo.Args(model=sys.argv[1]), runtime.make_accelerator(args))
+tokenizer = common.load_tokenizer(args.model)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # bytes; the weights have more
+try:
+    common.export(policy, tokenizer, "model", runtime.make_accelerator(args))
+except common.RunError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_no_part_of_a_model(tmp_path, base_policy):
+    command = [sys.executable, "-c", EXPORT, base_policy]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("model was not written (") and "--resume" in done.stdout
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.slow

@@ -1,9 +1,12 @@
 """Properties of part 4 of the scripts that hold for all inputs (hypothesis draws them)."""
 
 import copy
+import importlib
+import inspect
 
 import pytest
 import torch
+from conftest import RL_SCRIPTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,26 +15,32 @@ import fipo
 from common import k3
 
 NAN = float("nan")
-CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "dual_clip": 10.0}
 FIPO = {
     "future_kl_half_life": 3.0,
     "influence_low": 0.8,
     "influence_high": 1.2,
     "safety_threshold": 3.0,
 }
-LOSSES = {
-    "dapo": (dapo.policy_loss, {}),
-    "dapo without dual clip": (dapo.policy_loss, {"dual_clip": None}),
-    "fipo": (fipo.policy_loss, FIPO),
-    "fipo without filter": (fipo.policy_loss, {**FIPO, "filter_extremes": False}),
-    "fipo without clipping": (fipo.policy_loss, {**FIPO, "influence_high": None}),
-    "fipo without decay": (fipo.policy_loss, {**FIPO, "future_kl_half_life": None}),
-    "fipo without dual clip": (fipo.policy_loss, {**FIPO, "dual_clip": None}),
-    "fipo that drops": (fipo.policy_loss, {**FIPO, "drop_dual_clipped_responses": True}),
-    "fipo by length": (
-        fipo.policy_loss,
-        {**FIPO, "length_heuristic": 0.5, "max_response_tokens": 9},
-    ),
+
+
+def loss_of(name, **changes):
+    """policy_loss of a script, and what stands behind its denominator: flags, as in Args."""
+    script = importlib.import_module(name)
+    flags = list(inspect.signature(script.policy_loss).parameters)[5:]
+    defaults = {flag: value for flag, value in vars(script.Args()).items() if flag in flags}
+    return script.policy_loss, defaults | changes
+
+
+LOSSES = {name: loss_of(name) for name in RL_SCRIPTS} | {
+    "dapo without dual clip": loss_of("dapo", dual_clip=None),
+    "ppo_critic with dual clip": loss_of("ppo_critic", dual_clip=10.0),
+    "fipo": loss_of("fipo", **FIPO),
+    "fipo without filter": loss_of("fipo", **FIPO, filter_extremes=False),
+    "fipo without clipping": loss_of("fipo", **{**FIPO, "influence_high": None}),
+    "fipo without decay": loss_of("fipo", **{**FIPO, "future_kl_half_life": None}),
+    "fipo without dual clip": loss_of("fipo", **FIPO, dual_clip=None),
+    "fipo that drops": loss_of("fipo", **FIPO, drop_dual_clipped_responses=True),
+    "fipo by length": loss_of("fipo", **FIPO, length_heuristic=0.5, max_response_tokens=9),
 }
 every_loss = pytest.mark.parametrize("name", list(LOSSES))
 examples = settings(max_examples=15, deadline=None, derandomize=True, database=None)
@@ -55,11 +64,9 @@ def batches(draw, min_rows=1):
 
 def run(name, logprobs, old_logprobs, advantages, mask, num_tokens=17):
     """Loss, gradient with respect to logprobs, stats."""
-    function, changes = LOSSES[name]
+    function, flags = LOSSES[name]
     logprobs = logprobs.clone().requires_grad_()
-    loss, stats = function(
-        logprobs, old_logprobs, advantages, mask, num_tokens, **{**CLIP, **changes}
-    )
+    loss, stats = function(logprobs, old_logprobs, advantages, mask, num_tokens, **flags)
     loss.backward()
     return loss.detach(), logprobs.grad, {k: v.detach() for k, v in stats.items()}
 
@@ -157,7 +164,7 @@ def test_loss_and_gradient_scale_with_num_tokens_and_stats_do_not(name, batch, n
 @examples
 @given(batch=batches())
 def test_influence_of_exactly_1_is_dapo(batch):
-    clips = (17, *CLIP.values())
+    clips = (17, 0.2, 0.28, 10.0)
     loss, stats = fipo.policy_loss(*batch, *clips, 32.0, 1.0, 1.0, None)
     want, want_stats = dapo.policy_loss(*batch, *clips)
     assert torch.equal(loss, want)
@@ -169,9 +176,9 @@ def test_influence_of_exactly_1_is_dapo(batch):
 @given(batch=batches())
 def test_loss_of_a_fully_masked_batch_has_a_graph_and_gradient_0(name, batch):
     # Else backward would raise on one rank while the others wait for its gradients
-    function, changes = LOSSES[name]
+    function, flags = LOSSES[name]
     logprobs = batch[0].clone().requires_grad_()
-    loss, _ = function(logprobs, *batch[1:3], 0 * batch[3], 1, **{**CLIP, **changes})
+    loss, _ = function(logprobs, *batch[1:3], 0 * batch[3], 1, **flags)
     assert loss.requires_grad and loss == 0
     loss.backward()
     assert (logprobs.grad == 0).all()
@@ -199,12 +206,11 @@ def assert_untouched(function, *arguments, **keywords):
 def test_no_function_writes_into_its_arguments(batch):
     logprobs, old_logprobs, advantages, mask = batch
     logprobs = torch.where(mask, logprobs, NAN)
-    for function, changes in LOSSES.values():
-        changes = {**CLIP, **changes}
+    for function, flags in LOSSES.values():
         for valid in (mask, mask.float()):
             num_tokens = torch.tensor(17)
             assert_untouched(
-                function, logprobs, old_logprobs, advantages, valid, num_tokens, **changes
+                function, logprobs, old_logprobs, advantages, valid, num_tokens, **flags
             )
     log_ratio, ratio = logprobs - old_logprobs, (logprobs - old_logprobs).exp()
     for half_life, dual_clip in ((32.0, 10.0), (None, None)):

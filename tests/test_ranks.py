@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import RL_SCRIPTS, ROOT, SCRIPTS
 
 import common
 import dapo
@@ -65,8 +65,8 @@ RL = [
     *("--tokens-per-microbatch", "64", "--warmup-steps", "0"),
 ]
 ROUNDS = ["--gen-prompts", "12", "--decay-steps", "0"]
-SIZES = {
-    "dapo.py": [*RL, *ROUNDS],
+SIZES = {f"{name}.py": [*RL, *ROUNDS] for name in SCRIPTS}  # and what differs from that:
+SIZES |= {
     "fipo.py": [*RL, *ROUNDS, "--future-kl-half-life", "4"],
     "ppo_critic.py": [*RL, "--critic-updates-per-batch", "3", "--critic-warmup-steps", "0"],
     "rfpo.py": [*RL, "--calibration-rollouts", "60", "--num-bins", "4", "--allow-weak-critic"],
@@ -123,7 +123,7 @@ KINDS = {
     ("script", "kind"),
     [
         pytest.param(script, kind, marks=(SLOW, KINDS[kind][1]))
-        for script in ("dapo.py", "fipo.py", "ppo_critic.py", "rfpo.py")
+        for script in (f"{name}.py" for name in RL_SCRIPTS)
         for kind in KINDS
     ],
 )

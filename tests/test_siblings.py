@@ -10,16 +10,13 @@ import signal
 import sys
 import tokenize
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from conftest import RL_SCRIPTS, ROOT, SCRIPTS
 
 import sft
 import tiny
 
-ROOT = Path(__file__).resolve().parent.parent
-RL_SCRIPTS = [n for n in ("dapo", "fipo", "ppo_critic", "rfpo") if (ROOT / f"{n}.py").exists()]
-SCRIPTS = [n for n in ("sft", *RL_SCRIPTS) if (ROOT / f"{n}.py").exists()]
 SHARED = ["common", "engines", "eval_only", "models", "runtime"]
 
 
@@ -74,9 +71,7 @@ COPIES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("parent", "child", "function"), [c for c in COPIES if {*c[:2]} <= {*RL_SCRIPTS}]
-)
+@pytest.mark.parametrize(("parent", "child", "function"), COPIES)
 def test_copies_are_word_for_word(parent, child, function):
     assert definition(parent, function) == definition(child, function)
 
@@ -84,7 +79,7 @@ def test_copies_are_word_for_word(parent, child, function):
 PAIRS = [("dapo", "fipo", 120), ("ppo_critic", "rfpo", 200)]
 
 
-@pytest.mark.parametrize(("parent", "child", "limit"), [p for p in PAIRS if p[1] in RL_SCRIPTS])
+@pytest.mark.parametrize(("parent", "child", "limit"), PAIRS)
 def test_siblings_differ_by_their_idea_and_nothing_else(parent, child, limit):
     diff = difflib.unified_diff(without_settings(parent), without_settings(child), n=0, lineterm="")
     changes = [line for line in list(diff)[2:] if line[0] in "+-"]
@@ -143,7 +138,7 @@ def test_script_imports_no_other_script(name):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported |= {(node.module or "").split(".")[0]}
-    assert not imported & {"sft", "dapo", "fipo", "ppo_critic", "rfpo"}
+    assert not imported & {*SCRIPTS}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -288,6 +283,10 @@ RELEASES = {
         "test_safety_reset_agrees_with_the_releases_clamp_on_the_32b_interval"
     ],
 }
+PAPERS = "|".join({tag.split()[0] for tag in TAGS})
+TAG = re.compile(  # of a paper that has rows, or of any paper at a place in a known form
+    rf"\[({PAPERS}|[A-Z][\w-]+(?=\s+(?:Eq\.|§|Tables? \d|Fig\.|App\.|Algorithm \d)))\s+([^\]]*)\]"
+)
 PART = re.compile(r"Eq\. \d+|§[\d.]*\d|Tables? \d+|Fig\. \w+|footnote \d+|App\. \w+|Algorithm \d+")
 
 
@@ -295,7 +294,7 @@ def tags_in(text):
     """Every [PAPER place] in a text, one item per place: [FIPO Eq. 4, Eq. 6], [FIPO Tables 2 and 3]
     are two each. A place in no known form stands as it is, so that it has no row."""
     found = []
-    for paper, places in re.findall(r"\[(DAPO|FIPO|RFPO)\s+([^\]]*)\]", text):
+    for paper, places in TAG.findall(text):
         places = re.sub(r"Tables (\d+) and (\d+)", r"Table \1, Table \2", " ".join(places.split()))
         found += [f"{paper} {place}" for place in PART.findall(places) or [places]]
     return found
@@ -363,6 +362,7 @@ def test_the_check_for_tags_can_fail():
     ]
     assert tags_in("[FIPO Eq. 8 with f = 1], [FIPO\n§3.2.2]") == ["FIPO Eq. 8", "FIPO §3.2.2"]
     assert tags_in("[DAPO somewhere]") == ["DAPO somewhere"]
+    assert tags_in("[GSPO Eq. 5] of [B, T]") == ["GSPO Eq. 5"]  # a paper without a row
 
 
 # --------------------------------------------------------------------------------------------------
@@ -370,6 +370,7 @@ def test_the_check_for_tags_can_fail():
 # --------------------------------------------------------------------------------------------------
 
 # Six responses are one sampling round: 3 prompts x 2. Fewer are an evaluation.
+DYNAMIC = [name for name in RL_SCRIPTS if "args.dynamic_sampling" in source(name)]
 REWARD = """
 def reward(prompts, responses, golds):
     return {verdicts} if len(prompts) == 6 else [0.0] * len(prompts)
@@ -413,7 +414,7 @@ def one_step(tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("name", [n for n in ("dapo", "fipo") if n in RL_SCRIPTS])
+@pytest.mark.parametrize("name", DYNAMIC)
 def test_dynamic_sampling_keeps_mixed_groups_until_the_batch_is_full(name, one_step):
     # Each round has a group of two right, a mixed one, and one of two wrong answers; 2 mixed ones
     # are needed: 2 rounds, 2 of 6 groups kept, half of whose answers are right.
@@ -424,7 +425,7 @@ def test_dynamic_sampling_keeps_mixed_groups_until_the_batch_is_full(name, one_s
     assert metrics["train/updates_per_batch"] == 2
 
 
-@pytest.mark.parametrize("name", [n for n in ("dapo", "fipo") if n in RL_SCRIPTS])
+@pytest.mark.parametrize("name", DYNAMIC)
 def test_dynamic_sampling_that_never_fills_skips_the_step(name, one_step):
     assert one_step(name, [1.0] * 6)["train/skipped_steps"] == 1
 
