@@ -19,6 +19,7 @@ Intervals are 95 % of Student's t over seeds.
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -106,7 +107,8 @@ def read_lines(path):
 
 
 def file_of(study, arm, seed):
-    return OUT / f"{study}-{arm.replace(', ', '-').replace(' ', '-')}-seed{seed}.jsonl"
+    words = "-".join(re.findall(r"[\w.-]+", arm))
+    return OUT / f"{study}-{words}-seed{seed}.jsonl"
 
 
 def run(study, arm, seed, runs_dir):
