@@ -97,7 +97,6 @@ STUDIES = {
         "no filtering": ("fipo", f"{FAST} --no-filter-extremes"),
         "f not clipped": ("fipo", f"{FAST} --influence-high None"),
         "vanilla": ("fipo", f"{FAST} {VANILLA}"),
-        "vanilla, no dual clip": ("fipo", f"{FAST} {VANILLA} --dual-clip None"),
     },
 }
 
