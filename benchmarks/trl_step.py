@@ -6,8 +6,8 @@ A step is 512 responses (32 prompts x 16, at most 24 tokens), their rewards and 
 and 4 updates of 128. Both run as they come: dapo.main with its preset tiny, and GRPOTrainer with
 loss_type "dapo" (token mean, clip-higher, no KL), generation by transformers, and everything off
 that costs it time here and has no counterpart (gradient checkpointing, reports, checkpoints). TRL
-takes a minibatch in one forward, which is the faster way (--trl-batch-sizes 128 32 shows it). Dynamic
-sampling is off: TRL has none.
+takes a minibatch in one forward, which is its faster way (--trl-batch-sizes 128 32 shows it).
+Dynamic sampling is off: TRL has none.
 
 Both start from the base policy at a learning rate of 1e-4, so responses grow alike; the table has
 their length. Repeats alternate in one process, each of a few steps whose first is not counted.
