@@ -29,7 +29,7 @@ OWN_TESTS = "pip install -r requirements.txt && pytest"
 # What "PATH" stands for is the reader's; here one small step on real problems.
 ONE_STEP = (
     " --num-steps 1 --eval-problems 2 --prompts-per-step 2 --gen-prompts 2 --group-size 4"
-    " --minibatch-size 8 --no-dynamic-sampling"
+    " --minibatch-size 4 --no-dynamic-sampling"
 )
 
 
