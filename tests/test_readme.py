@@ -35,15 +35,10 @@ ONE_STEP = (
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of all files that git would commit: no cache, no runs."""
+    """A copy of the repository without what its use has left there."""
     folder = tmp_path_factory.mktemp("clone") / "cleanreason"
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    return folder
+    left = shutil.ignore_patterns(".git", ".cache", "runs", "*venv*", "__pycache__", ".*_cache")
+    return shutil.copytree(ROOT, folder, ignore=left)
 
 
 def test_the_commands_are_found():
