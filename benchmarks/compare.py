@@ -1,6 +1,6 @@
 """The algorithms side by side in the tiny world, at equal sampled responses, and FIPO's ablations.
 
-    python benchmarks/compare.py peers --seeds 1 2 3 4 5      # what README.md and docs/fipo.md show
+    python benchmarks/compare.py peers                        # what docs/compare.md shows: six seeds
     python benchmarks/compare.py peers --figure docs/compare.png        # draw, run nothing
     python benchmarks/compare.py ablations --seeds 1 2        # FIPO's switches, one at a time
     python benchmarks/compare.py collapse --seeds 1 2         # its protections, at a rate too high
@@ -20,6 +20,7 @@ Intervals are 95 % of Student's t over seeds.
 import argparse
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -118,25 +119,32 @@ def run(study, arm, seed, runs_dir):
     command = [sys.executable, f"{script}.py", "tiny", "--seed", str(seed), *flags.split()]
     print("==", study, arm, "seed", seed, flush=True)
     if not (runs_dir / name / "model").exists():
+        shutil.rmtree(runs_dir / name, ignore_errors=True)  # of a run that was interrupted
         names = ["--run-name", name, "--runs-dir", str(runs_dir)]
         subprocess.run([*command, *names], check=True, cwd=ROOT)
     args = json.loads((runs_dir / name / "args.json").read_text())
-    sampled = 0
+    paid = 0
     if script == "rfpo":  # what its policy, its critic and its calibration have cost
-        paid = read_lines(file_of(study, "PPO", seed))
-        words = PAIR.split()
-        end = int(words[words.index("--save-critic-at-step") + 1])
-        sampled = max(x["sampled"] for x in paid if x["step"] <= end)
-        sampled += args["calibration_rollouts"]
-    lines = []
-    for line in read_lines(runs_dir / name / "metrics.jsonl"):
+        end = int(PAIR.split()[-1])  # --save-critic-at-step
+        ppo = read_lines(file_of(study, "PPO", seed))
+        paid = max(x["sampled"] for x in ppo if x["step"] <= end) + args["calibration_rollouts"]
+    return count(read_lines(runs_dir / name / "metrics.jsonl"), args, paid)
+
+
+def count(lines, args, paid=0):
+    """What is kept of each line, with the responses sampled up to its step; paid: those before."""
+    counted = []
+    for line in lines:
         if line["step"] > 0:
             rounds = line.get("rollout/gen_batches", 1)
-            prompts = line.get("rollout/gen_prompts", args["prompts_per_step"])
-            sampled += round(rounds * prompts) * args["group_size"]
+            # A step without a mixed group logs neither: it took all the rounds that it may.
+            if "train/skipped_steps" in line:
+                rounds = args["max_gen_batches"]
+            prompts = args["gen_prompts"] if "gen_prompts" in args else args["prompts_per_step"]
+            paid += rounds * prompts * args["group_size"]
         kept = {key: round(line[key], 5) for key in KEEP if key in line}
-        lines.append({"sampled": sampled, **kept})
-    return lines
+        counted.append({"sampled": paid, **kept})
+    return counted
 
 
 def at(lines, key, sampled):
@@ -147,7 +155,9 @@ def at(lines, key, sampled):
 
 
 def interval(values):
-    """Mean and half of the 95 % interval over seeds."""
+    """Mean and half of the 95 % interval over seeds; of one seed there is none, NaN."""
+    if len(values) < 2:
+        return values[0], float("nan")
     half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
     return statistics.mean(values), half
 
@@ -177,8 +187,9 @@ def peers_table(runs):
         for part in (BUDGET // 4, BUDGET // 2, BUDGET):
             values = [float(at(x, "eval/avg_at_k", part)) for x in found.values()]
             cells.append("" if np.isnan(values).any() else shown(values))
-        differences = [whole[arm][s] - whole["DAPO"][s] for s in found if s in whole["DAPO"]]
-        cells.append(shown(differences) if arm != "DAPO" else "")
+        base = whole.get("DAPO", {})
+        differences = [whole[arm][seed] - base[seed] for seed in found if seed in base]
+        cells.append(shown(differences) if differences and arm != "DAPO" else "")
         within = [[x for x in lines if x["sampled"] <= BUDGET] for lines in found.values()]
         lengths = [mean_of_last(x, "rollout/response_tokens_mean", 5) for x in within]
         cells += [f"{statistics.mean(lengths):.1f}"]
@@ -269,13 +280,15 @@ def main():
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6])
     parser.add_argument("--arms", nargs="+", help="only these; default: all of the study")
     parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "compare")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     parser.add_argument("--figure", type=Path, help="run nothing, draw the peers into this file")
     arguments = parser.parse_args()
     study, seeds = arguments.study, arguments.seeds
+    if arguments.figure and study != "peers":
+        parser.error("--figure draws the peers")
     arms = arguments.arms or list(STUDIES[study])
     OUT.mkdir(exist_ok=True)
     if not (arguments.table or arguments.figure):

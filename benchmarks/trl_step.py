@@ -110,7 +110,7 @@ class TimedTrainer(trl.GRPOTrainer):
     def timed(self, name, call, *args, **kwargs):
         start = time.perf_counter()
         result = call(*args, **kwargs)
-        self.seconds[name] += time.perf_counter() - start
+        TimedTrainer.seconds[name] += time.perf_counter() - start
         return result
 
     def _generate_single_turn(self, *args, **kwargs):
@@ -137,6 +137,8 @@ class Clock(transformers.TrainerCallback):
 
     def on_step_end(self, *_, **__):
         self.ends.append(time.perf_counter())
+        if len(self.ends) == UPDATES:  # the first step does not count
+            TimedTrainer.seconds = dict.fromkeys(TimedTrainer.seconds, 0.0)
 
 
 def theirs(steps, folder, seed, batch_size):
@@ -188,8 +190,7 @@ def theirs(steps, folder, seed, batch_size):
     # the callback of its first update.
     marks = [clock.begins[0], *clock.ends[UPDATES - 1 :: UPDATES]]
     seconds = [b - a for a, b in itertools.pairwise(marks)]
-    parts = {f"{part}_s": total / steps for part, total in TimedTrainer.seconds.items()}
-    TimedTrainer.seconds = dict.fromkeys(TimedTrainer.seconds, 0.0)
+    parts = {f"{part}_s": total / (steps - 1) for part, total in TimedTrainer.seconds.items()}
     return [
         {"step_s": s, "tokens": log["completions/mean_length"], **parts}
         for s, log in list(zip(seconds, logs, strict=True))[1:]
@@ -204,6 +205,7 @@ def main():
     parser.add_argument("--steps", type=int, default=5, help="of a repeat; the first not counted")
     parser.add_argument("--trl-batch-sizes", nargs="+", type=int, default=[128])
     arguments = parser.parse_args()
+    command = " ".join(["python benchmarks/trl_step.py", *sys.argv[1:]])
     torch.set_num_threads(1)  # two on shared cores wait for one another: ratios of 0.6 to 2.3
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -240,7 +242,7 @@ def main():
         "torch": torch.__version__,
         "machine": "2 CPU cores",
         "date": datetime.date.today().isoformat(),
-        "command": "python benchmarks/trl_step.py",
+        "command": command,
     }
     print(json.dumps(result, indent=1))
     with open(OUT, "a") as file:
