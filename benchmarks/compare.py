@@ -1,6 +1,6 @@
 """The algorithms side by side in the tiny world, at equal sampled responses, and FIPO's ablations.
 
-    python benchmarks/compare.py peers                        # what docs/compare.md shows: six seeds
+    python benchmarks/compare.py peers                       # what docs/compare.md shows: six seeds
     python benchmarks/compare.py peers --figure docs/compare.png        # draw, run nothing
     python benchmarks/compare.py ablations --seeds 1 2        # FIPO's switches, one at a time
     python benchmarks/compare.py collapse --seeds 1 2         # its protections, at a rate too high
