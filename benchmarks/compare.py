@@ -20,15 +20,13 @@ Intervals are 95 % of Student's t over seeds.
 import argparse
 import json
 import re
-import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+from arms import ROOT, kept, read_lines, run_to_the_end
 
-ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "compare"
 BUDGET = 51_200  # responses; a run goes on to the first step behind it
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -44,53 +42,52 @@ NAMES = """
 """
 KEEP = NAMES.split()
 
-GROUP = "--decay-steps 0 --save-every 1000"
+CONSTANT = "--decay-steps 0"
 PAIR = "--save-actor-at-step 30 --save-critic-at-step 50"
-FAST = "--decay-steps 0 --learning-rate 1e-3 --minibatch-size 32 --eval-every 10 --save-every 1000"
+FAST = f"{CONSTANT} --learning-rate 1e-3 --minibatch-size 32 --eval-every 10"
 VANILLA = "--future-kl-half-life None --no-filter-extremes --influence-high None"
-PRESET = "--save-every 1000"
 STUDIES = {
     "peers": {  # num_steps is an upper limit, chosen so that every seed passes the budget
         "GRPO": (
             "dapo",
-            f"{GROUP} --num-steps 100 --eval-every 10 --no-dynamic-sampling --gen-prompts 32 "
+            f"{CONSTANT} --num-steps 100 --eval-every 10 --no-dynamic-sampling --gen-prompts 32 "
             "--clip-eps-high 0.2 --dual-clip None --overlong-buffer 0 --kl-coef 0.001",
         ),
-        "DAPO": ("dapo", f"{GROUP} --num-steps 66 --eval-every 5"),
+        "DAPO": ("dapo", f"{CONSTANT} --num-steps 66 --eval-every 5"),
         "DAPO, every group": (  # no dynamic sampling: nothing that was sampled is dropped
             "dapo",
-            f"{GROUP} --num-steps 100 --eval-every 10 --no-dynamic-sampling --gen-prompts 32",
+            f"{CONSTANT} --num-steps 100 --eval-every 10 --no-dynamic-sampling --gen-prompts 32",
         ),
         "DAPO, G doubled": (
             "dapo",
-            f"{GROUP} --num-steps 36 --eval-every 3 --group-size 32 --minibatch-size 128",
+            f"{CONSTANT} --num-steps 36 --eval-every 3 --group-size 32 --minibatch-size 128",
         ),
-        "FIPO": ("fipo", f"{GROUP} --num-steps 66 --eval-every 5"),
+        "FIPO": ("fipo", f"{CONSTANT} --num-steps 66 --eval-every 5"),
         "length heuristic": (
             "fipo",
-            f"{GROUP} --num-steps 66 --eval-every 5 --length-heuristic 0.2",
+            f"{CONSTANT} --num-steps 66 --eval-every 5 --length-heuristic 0.2",
         ),
-        "PPO": ("ppo_critic", f"--save-every 1000 --num-steps 100 --eval-every 10 {PAIR}"),
+        "PPO": ("ppo_critic", f"--num-steps 100 --eval-every 10 {PAIR}"),
         "RFPO": (
             "rfpo",
-            "--policy PPO/pi_0 --critic PPO/critic --num-steps 49 --eval-every 7 --save-every 1000",
+            "--policy PPO/pi_0 --critic PPO/critic --num-steps 49 --eval-every 7",
         ),
     },
     "ablations": {
-        "DAPO": ("dapo", PRESET),
-        "FIPO": ("fipo", PRESET),
-        "no filtering": ("fipo", f"{PRESET} --no-filter-extremes"),
-        "f in [1, 1.2]": ("fipo", f"{PRESET} --influence-low 1.0"),
-        "f not clipped": ("fipo", f"{PRESET} --influence-high None"),
-        "half-life 2": ("fipo", f"{PRESET} --future-kl-half-life 2"),
-        "half-life 8": ("fipo", f"{PRESET} --future-kl-half-life 8"),
-        "no decay": ("fipo", f"{PRESET} --future-kl-half-life None"),
-        "vanilla": ("fipo", f"{PRESET} {VANILLA}"),
-        "minibatch 32": ("fipo", f"{PRESET} --minibatch-size 32"),
-        "minibatch 128": ("fipo", f"{PRESET} --minibatch-size 128"),
-        "clip-high 0.2": ("fipo", f"{PRESET} --clip-eps-high 0.2"),
-        "clip-high 0.4": ("fipo", f"{PRESET} --clip-eps-high 0.4"),
-        "clip-high 1.4": ("fipo", f"{PRESET} --clip-eps-high 1.4"),
+        "DAPO": ("dapo", ""),
+        "FIPO": ("fipo", ""),
+        "no filtering": ("fipo", "--no-filter-extremes"),
+        "f in [1, 1.2]": ("fipo", "--influence-low 1.0"),
+        "f not clipped": ("fipo", "--influence-high None"),
+        "half-life 2": ("fipo", "--future-kl-half-life 2"),
+        "half-life 8": ("fipo", "--future-kl-half-life 8"),
+        "no decay": ("fipo", "--future-kl-half-life None"),
+        "vanilla": ("fipo", VANILLA),
+        "minibatch 32": ("fipo", "--minibatch-size 32"),
+        "minibatch 128": ("fipo", "--minibatch-size 128"),
+        "clip-high 0.2": ("fipo", "--clip-eps-high 0.2"),
+        "clip-high 0.4": ("fipo", "--clip-eps-high 0.4"),
+        "clip-high 1.4": ("fipo", "--clip-eps-high 1.4"),
     },
     "collapse": {
         "DAPO": ("dapo", FAST),
@@ -100,10 +97,6 @@ STUDIES = {
         "vanilla": ("fipo", f"{FAST} {VANILLA}"),
     },
 }
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def file_of(study, arm, seed):
@@ -116,19 +109,16 @@ def run(study, arm, seed, runs_dir):
     script, flags = STUDIES[study][arm]
     name = file_of(study, arm, seed).stem
     flags = flags.replace("PPO/", f"{runs_dir}/{file_of(study, 'PPO', seed).stem}/")
-    command = [sys.executable, f"{script}.py", "tiny", "--seed", str(seed), *flags.split()]
+    command = [sys.executable, f"{script}.py", "tiny", "--seed", str(seed), "--save-every", "1000"]
     print("==", study, arm, "seed", seed, flush=True)
-    if not (runs_dir / name / "model").exists():
-        shutil.rmtree(runs_dir / name, ignore_errors=True)  # of a run that was interrupted
-        names = ["--run-name", name, "--runs-dir", str(runs_dir)]
-        subprocess.run([*command, *names], check=True, cwd=ROOT)
-    args = json.loads((runs_dir / name / "args.json").read_text())
+    folder = run_to_the_end([*command, *flags.split()], name, runs_dir)
+    args = json.loads((folder / "args.json").read_text())
     paid = 0
     if script == "rfpo":  # what its policy, its critic and its calibration have cost
         end = int(PAIR.split()[-1])  # --save-critic-at-step
         ppo = read_lines(file_of(study, "PPO", seed))
         paid = max(x["sampled"] for x in ppo if x["step"] <= end) + args["calibration_rollouts"]
-    return count(read_lines(runs_dir / name / "metrics.jsonl"), args, paid)
+    return count(read_lines(folder / "metrics.jsonl"), args, paid)
 
 
 def count(lines, args, paid=0):
@@ -142,8 +132,7 @@ def count(lines, args, paid=0):
                 rounds = args["max_gen_batches"]
             prompts = args["gen_prompts"] if "gen_prompts" in args else args["prompts_per_step"]
             paid += rounds * prompts * args["group_size"]
-        kept = {key: round(line[key], 5) for key in KEEP if key in line}
-        counted.append({"sampled": paid, **kept})
+        counted.append({"sampled": paid, **kept(line, KEEP)})
     return counted
 
 
@@ -152,6 +141,11 @@ def at(lines, key, sampled):
     outside of what was logged."""
     x, y = np.array([(line["sampled"], line[key]) for line in lines if key in line], float).T
     return np.interp(sampled, x, y, left=np.nan, right=np.nan)
+
+
+def accuracies(found, sampled):
+    """Held-out accuracy of every seed at a number of sampled responses."""
+    return {seed: float(at(lines, "eval/avg_at_k", sampled)) for seed, lines in found.items()}
 
 
 def interval(values):
@@ -166,8 +160,8 @@ def shown(values):
     return "{:.1f} ± {:.1f}".format(*interval([100 * v for v in values]))
 
 
-def mean_of_last(lines, key, count):
-    values = [line[key] for line in lines if key in line][-count:]
+def mean_of_last(lines, key, last):
+    values = [line[key] for line in lines if key in line][-last:]
     return statistics.mean(values) if values else None
 
 
@@ -178,17 +172,11 @@ def peers_table(runs):
         "| policy updates |",
         "|---|---|---|---|---|---|---|",
     ]
-    whole = {
-        arm: {seed: float(at(x, "eval/avg_at_k", BUDGET)) for seed, x in found.items()}
-        for arm, found in runs.items()
-    }
+    base = accuracies(runs.get("DAPO", {}), BUDGET)
     for arm, found in runs.items():
-        cells = []
-        for part in (BUDGET // 4, BUDGET // 2, BUDGET):
-            values = [float(at(x, "eval/avg_at_k", part)) for x in found.values()]
-            cells.append("" if np.isnan(values).any() else shown(values))
-        base = whole.get("DAPO", {})
-        differences = [whole[arm][seed] - base[seed] for seed in found if seed in base]
+        parts = [accuracies(found, part) for part in (BUDGET // 4, BUDGET // 2, BUDGET)]
+        cells = ["" if np.isnan([*x.values()]).any() else shown([*x.values()]) for x in parts]
+        differences = [right - base[seed] for seed, right in parts[-1].items() if seed in base]
         cells.append(shown(differences) if differences and arm != "DAPO" else "")
         within = [[x for x in lines if x["sampled"] <= BUDGET] for lines in found.values()]
         lengths = [mean_of_last(x, "rollout/response_tokens_mean", 5) for x in within]
@@ -257,15 +245,12 @@ def figure(runs, path):
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("responses sampled", fontsize=9)
     axes[0].legend(fontsize=9, loc="lower right")
-    ends = {
-        arm: [100 * float(at(x, "eval/avg_at_k", BUDGET)) for x in r.values()]
-        for arm, r in runs.items()
-    }
-    for i, values in enumerate(ends.values()):
+    for i, found in enumerate(runs.values()):
+        values = [100 * value for value in accuracies(found, BUDGET).values()]
         mean, half = interval(values)
         axes[2].errorbar(mean, -i, xerr=half, fmt="o", color=f"C{i}", capsize=4)
         axes[2].plot(values, [-i - 0.22] * len(values), "|", color=f"C{i}", alpha=0.7)
-    axes[2].set_yticks([-i for i in range(len(ends))], list(ends))
+    axes[2].set_yticks([-i for i in range(len(runs))], list(runs))
     axes[2].set_title(f"accuracy at {BUDGET:,} responses, %", fontsize=11)
     for axis in axes:
         axis.tick_params(labelsize=9)

@@ -15,11 +15,11 @@ benchmarks/critic_runs/, a line per step, and is skipped from then on; delete it
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from arms import ROOT, kept, read_lines, run_to_the_end
+
 OUT = ROOT / "benchmarks" / "critic_runs"
 # What is kept of a line of metrics.jsonl.
 NAMES = """
@@ -68,10 +68,6 @@ STUDIES = {
 }
 
 
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def permuted(argv):
     """rfpo.py with the rewards of a batch dealt out at random: a control that can learn nothing
     about which response is right."""
@@ -97,14 +93,12 @@ def run(study, arm, seed, runs_dir):
     script, flags = STUDIES[study][arm]
     factory = runs_dir / f"factory-seed{seed}"
     name = f"factory-seed{seed}" if arm == "factory" else f"{study}-{arm}-seed{seed}"
-    words = ["tiny", "--seed", str(seed), "--run-name", name, "--runs-dir", str(runs_dir)]
+    words = ["tiny", "--seed", str(seed)]
     words += flags.replace("PI_0", f"{factory}/pi_0").replace("CRITIC", f"{factory}/critic").split()
     start = [f"{ROOT}/{script}.py"] if script != "permuted" else [__file__, "permuted"]
     print("==", study, arm, "seed", seed, flush=True)
-    if not (runs_dir / name / "model").exists():  # of the factory, which two studies share
-        subprocess.run([sys.executable, *start, *words], check=True, cwd=ROOT)
-    lines = read_lines(runs_dir / name / "metrics.jsonl")
-    return [{k: round(line[k], 5) for k in KEEP if k in line} for line in lines]
+    folder = run_to_the_end([sys.executable, *start, *words], name, runs_dir)  # factory: shared
+    return [kept(line, KEEP) for line in read_lines(folder / "metrics.jsonl")]
 
 
 def last_two(lines):

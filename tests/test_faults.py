@@ -255,18 +255,19 @@ def test_bad_updates_are_counted_across_a_resume(tmp_path):
 
 
 def limit_file_size() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # bytes; a checkpoint has more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # bytes; a model has more
 
 
 EXPORT = f"""
-import resource, sys
+import sys
 sys.path.insert(0, {str(ROOT)!r})
 import common, dapo, runtime
-policy, _ = common.load_policy(args := dapo.Args(model=sys.argv[1]), runtime.make_accelerator(args))
+args = dapo.Args(model=sys.argv[1])
+accelerator = runtime.make_accelerator(args)
+policy, _ = common.load_policy(args, accelerator)
 tokenizer = common.load_tokenizer(args.model)
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # bytes; the weights have more
 try:
-    common.export(policy, tokenizer, "model", runtime.make_accelerator(args))
+    common.export(policy, tokenizer, "model", accelerator)
 except common.RunError as error:
     print(error)
 """
@@ -274,7 +275,8 @@ except common.RunError as error:
 
 def test_a_full_disk_leaves_no_part_of_a_model(tmp_path, base_policy):
     command = [sys.executable, "-c", EXPORT, base_policy]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    pipes = {"capture_output": True, "text": True, "check": True}
+    done = subprocess.run(command, cwd=tmp_path, preexec_fn=limit_file_size, **pipes)
     assert done.stdout.startswith("model was not written (") and "--resume" in done.stdout
     assert not (tmp_path / "model").exists()
 
