@@ -118,7 +118,8 @@ def check_engine(model: str, kind: str, tensor_parallel: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert seen[0] != seen[1] != seen[2], seen
-    print("checked", kind, tensor_parallel, flush=True)
+    # One string: torchrun's ranks share an unbuffered stdout, where print's parts can interleave.
+    print(f"checked {kind} {tensor_parallel}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1206,7 +1206,7 @@ def watched(self, *trained):
         assert all(isinstance(p, DTensor) for p in parameters)
         held = sum(p.to_local().numel() for p in parameters)
         assert held < 0.6 * sum(p.numel() for p in parameters), held  # about half of it is here
-        print("sharded", type(module).__name__, flush=True)
+        print(f"sharded {type(module).__name__}", flush=True)  # one string, one write
     return resume(self, *trained)
 
 common.Run.resume = watched
