@@ -78,7 +78,7 @@ def run(script, seed, flags, runs_dir, warm):
         wall = time.perf_counter() - start
     if code:
         raise SystemExit(f"{script}.py ended with exit code {code}")
-    changed = bool(git("status", "--porcelain", "--untracked-files=no", "--", "*.py"))
+    changed = bool(git("status", "--porcelain", "--untracked-files=no", "--", ":(glob)*.py"))
     return {
         "script": script,
         "seed": seed,
