@@ -19,13 +19,17 @@ class TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature, chunk):
         normalizer = torch.empty(len(hidden), device=hidden.device)
         logprobs, entropy = torch.empty_like(normalizer), torch.empty_like(normalizer)
+        # One for all chunks: on a CPU a new one costs more than what is computed in it.
+        buffer = torch.empty(min(chunk, len(hidden)), len(weight), device=hidden.device)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits = F.linear(hidden[rows], weight, bias).float().div_(temperature)  # [chunk, V]
-            normalizer[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - normalizer[rows]
-            probabilities = (logits - normalizer[rows, None]).exp_()
-            entropy[rows] = normalizer[rows] - probabilities.mul_(logits).sum(-1)
+            largest = logits.amax(-1)
+            exps = torch.exp(logits.sub_(largest[:, None]), out=buffer[: len(logits)])
+            total = exps.sum(-1)
+            normalizer[rows] = largest + total.log()
+            logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - total.log()
+            entropy[rows] = total.log() - exps.mul_(logits).sum(-1) / total
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy)
