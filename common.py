@@ -98,8 +98,7 @@ from metrics import within_problem_auc as within_problem_auc
 from models import Critic, Policy, full_weights
 from runtime import RunError, UsageError, require
 from runtime import check_args as check_args
-from runtime import check_evaluation as check_evaluation
-from runtime import check_sharding as check_sharding
+from runtime import check_limits as check_limits
 from runtime import eval_settings as eval_settings
 from runtime import is_sharded as is_sharded
 from runtime import launch as launch

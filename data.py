@@ -3,6 +3,7 @@
 Scripts import these names from common."""
 
 import importlib.util
+import inspect
 import json
 import string
 import zlib
@@ -353,5 +354,10 @@ def load_reward(name: str) -> Callable[[list[str], list[str], list[str]], list[f
     spec = importlib.util.spec_from_file_location(files[0].stem, files[0])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    require(hasattr(module, function), f"--reward {name!r}: {files[0]} has no {function!r}")
-    return getattr(module, function)
+    reward = getattr(module, function, None)
+    require(callable(reward), f"--reward {name!r}: {files[0]} has no function {function!r}")
+    try:
+        inspect.signature(reward).bind("prompts", "responses", "golds")
+    except TypeError as error:
+        raise UsageError(f"--reward {name!r} gets prompts, responses, golds: {error}") from None
+    return reward

@@ -154,11 +154,6 @@ def check(args: Args) -> None:
         "--group-size 1 never has mixed outcomes; use 2 or more, or --no-dynamic-sampling",
     )
     require(
-        args.gen_prompts >= 1 and args.max_gen_batches >= 1,
-        f"--gen-prompts {args.gen_prompts} or --max-gen-batches {args.max_gen_batches} is below 1",
-    )
-    require(args.decay_steps >= 0, f"--decay-steps {args.decay_steps} must not be negative")
-    require(
         0 <= args.overlong_buffer <= args.max_response_tokens,
         f"--overlong-buffer {args.overlong_buffer} must lie between 0 and --max-response-tokens, "
         f"{args.max_response_tokens}",

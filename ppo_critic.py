@@ -153,18 +153,12 @@ def check(args: Args) -> None:
     batch = args.prompts_per_step * args.group_size
     pieces = args.critic_updates_per_batch
     require(
-        pieces >= 1 and batch % pieces == 0,
+        batch % pieces == 0,
         f"--critic-updates-per-batch {pieces} does not divide prompts_per_step x group_size "
         f"= {batch}",
     )
-    for name in ("gamma", "gae_lambda"):
-        value = vars(args)[name]
-        require(0 <= value <= 1, f"--{name.replace('_', '-')} {value} must lie in [0, 1]")
-    require(args.value_clip > 0, f"--value-clip {args.value_clip} must be above 0")
-    rate = args.critic_learning_rate
-    require(0 < rate < math.inf, f"--critic-learning-rate {rate} must be a positive number")
     require(
-        0 <= args.critic_warmup_steps < args.num_steps,
+        args.critic_warmup_steps < args.num_steps,
         f"--critic-warmup-steps {args.critic_warmup_steps} leaves none of --num-steps "
         f"{args.num_steps} to the policy",
     )

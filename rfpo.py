@@ -174,11 +174,7 @@ class Args:
 def check(args: Args) -> None:
     """Refuse wrong settings at start; each message names the value, the limit and the way out."""
     check_args(args)
-    for name in ("gamma", "gae_lambda", "label_fraction"):
-        value = vars(args)[name]
-        require(0 <= value <= 1, f"--{name.replace('_', '-')} {value} must lie in [0, 1]")
     rollouts, bins, size = args.calibration_rollouts, args.num_bins, args.group_size
-    require(bins >= 1, f"--num-bins {bins} must be at least 1")
     named = f"--calibration-rollouts {rollouts}"
     require(rollouts >= bins, f"{named} must be at least --num-bins {bins}")
     require(rollouts % size == 0, f"{named} is no multiple of --group-size {size}")

@@ -91,17 +91,56 @@ def num_processes(args) -> int:
     return int(os.environ.get("WORLD_SIZE", assumed))
 
 
+# What a setting must be, in all scripts that have it.
+LIMITS = {
+    "must be at least 1": (
+        lambda value: value >= 1,
+        "num_steps num_epochs max_rows batch_size prompts_per_step group_size max_response_tokens "
+        "minibatch_size gen_prompts max_gen_batches critic_updates_per_batch num_bins eval_every "
+        "save_every keep_last max_bad_steps eval_problems eval_samples eval_max_tokens "
+        "tensor_parallel",
+    ),
+    "must not be negative": (
+        lambda value: 0 <= value < math.inf,
+        "seed warmup_steps decay_steps critic_warmup_steps weight_decay kl_coef clip_eps_high "
+        "overlong_penalty rollout_is_cap eval_temperature",
+    ),
+    "must be a finite number above 0": (
+        lambda value: 0 < value < math.inf,
+        "learning_rate critic_learning_rate temperature",
+    ),
+    "must be above 0": (lambda value: value > 0, "max_grad_norm value_clip"),
+    "must lie in (0, 1]": (lambda value: 0 < value <= 1, "eval_top_p"),
+    "must lie in [0, 1]": (
+        lambda value: 0 <= value <= 1,
+        "gamma gae_lambda label_fraction clip_eps_low warmup_frac final_frac",
+    ),
+}
+
+
+def check_limits(args) -> None:
+    """Refuse settings that no script can run with. None stands for a default, and passes."""
+    for name, value in vars(args).items():
+        require(value == value, f"--{name.replace('_', '-')} {value} is not a number")  # NaN
+    for limit, (holds, names) in LIMITS.items():
+        for name in names.split():
+            value = vars(args).get(name)
+            require(value is None or holds(value), f"--{name.replace('_', '-')} {value} {limit}")
+    trackers = [tracker.value for tracker in get_available_trackers()]
+    require(
+        args.track in ("", *trackers),
+        f"--track {args.track!r} is not installed; there is: {', '.join(trackers) or 'none'}",
+    )
+    require(
+        args.dry_run or is_sharded() or not (args.activation_checkpointing or args.cpu_offload),
+        "--activation-checkpointing and --cpu-offload need FSDP: start the script with torchrun "
+        "--nproc_per_node N, or switch both off",
+    )
+
+
 def check_args(args) -> None:
     """Refuse settings that no RL script can run with."""
-    counts = "num_steps prompts_per_step group_size max_response_tokens minibatch_size num_epochs"
-    counts += " eval_every save_every keep_last tensor_parallel"
-    for name in counts.split():
-        value = vars(args)[name]
-        require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
-    require(args.temperature > 0, f"--temperature {args.temperature} must be above 0 in training")
-    for name in ("seed", "warmup_steps", "weight_decay"):
-        value = vars(args)[name]
-        require(value >= 0, f"--{name.replace('_', '-')} {value} must not be negative")
+    check_limits(args)
     batch = args.prompts_per_step * args.group_size
     require(
         batch % args.minibatch_size == 0,
@@ -110,21 +149,12 @@ def check_args(args) -> None:
     )
     dual_clip = vars(args).get("dual_clip")  # not every algorithm has one
     require(dual_clip is None or dual_clip > 1, f"--dual-clip {dual_clip} must be above 1, or None")
-    rate = args.learning_rate
-    require(0 < rate < math.inf, f"--learning-rate {rate} must be a positive number")
-    trackers = [tracker.value for tracker in get_available_trackers()]
-    require(
-        args.track in ("", *trackers),
-        f"--track {args.track!r} is not installed; there is: {', '.join(trackers) or 'none'}",
-    )
-    check_evaluation(args)
     longest = args.max_prompt_tokens + args.max_response_tokens
     require(
         args.tokens_per_microbatch >= longest,
         f"--tokens-per-microbatch {args.tokens_per_microbatch} is below the longest sequence, "
         f"max_prompt_tokens + max_response_tokens = {longest}; raise it",
     )
-    check_sharding(args)
     kinds, world = ("auto", "hf", "vllm"), num_processes(args)
     require(
         args.rollout_engine in kinds,
@@ -136,35 +166,12 @@ def check_args(args) -> None:
     )
 
 
-def check_evaluation(args) -> None:
-    """Refuse settings that no evaluation can run with."""
-    for name in ("eval_problems", "eval_samples"):
-        value = vars(args)[name]
-        require(value >= 1, f"--{name.replace('_', '-')} {value} must be at least 1")
-    temperature, top_p = args.eval_temperature, args.eval_top_p
-    require(temperature >= 0, f"--eval-temperature {temperature} must not be negative")
-    require(0 < top_p <= 1, f"--eval-top-p {top_p} must lie in (0, 1]")
-    require(
-        args.eval_max_tokens is None or args.eval_max_tokens >= 1,
-        f"--eval-max-tokens {args.eval_max_tokens} must be at least 1, or None",
-    )
-
-
 def eval_settings(args) -> str:
     """What a number of the evaluation depends on, beside the model and the problems."""
     budget = args.eval_max_tokens or args.max_response_tokens
     samples = f"{args.eval_samples} samples a problem, at most {budget} tokens each"
     where = f"temperature {args.eval_temperature:g}, top-p {args.eval_top_p:g}, seed {args.seed}"
     return f"{samples}, {where}"
-
-
-def check_sharding(args) -> None:
-    """Refuse what only FSDP can do in a process without it."""
-    require(
-        args.dry_run or is_sharded() or not (args.activation_checkpointing or args.cpu_offload),
-        "--activation-checkpointing and --cpu-offload need FSDP: start the script with torchrun "
-        "--nproc_per_node N, or switch both off",
-    )
 
 
 def make_accelerator(args) -> Accelerator:

@@ -31,8 +31,7 @@ from common import (
     Problem,
     Response,
     Run,
-    check_evaluation,
-    check_sharding,
+    check_limits,
     column,
     count_bad_steps,
     evaluate,
@@ -113,14 +112,10 @@ class Args:
 
 def check(args: Args) -> None:
     """Refuse wrong settings at start; each message names the value and the way out."""
-    for name in ("num_steps", "num_epochs", "max_rows", "batch_size"):
-        value, flag = vars(args)[name], f"--{name.replace('_', '-')}"
-        require(value is None or value >= 1, f"{flag} {value} must be at least 1")
+    check_limits(args)
     lengths = f"--num-steps {args.num_steps} and --num-epochs {args.num_epochs}"
     one_length = (args.num_steps is None) != (args.num_epochs is None)
     require(one_length, f"{lengths}: give one of them, and None for the other")
-    check_evaluation(args)
-    check_sharding(args)
 
 
 PRESETS = {

@@ -1,12 +1,14 @@
 """Wrong use ends at start with one clear line on stderr, exit code 2 and no traceback."""
 
 import json
+import math
 import runpy
 import sys
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SCRIPTS
 
 
 def call(capsys, monkeypatch, script: str, *argv: str) -> str:
@@ -64,6 +66,9 @@ CASES = {
     "no model in the folder": (["--model", "."], ["config.json"]),
     "resume of nothing": (["--resume"], ["--resume", "fipo-tiny-seed1"]),
     "runs folder": (["--runs-dir", "/proc/nope"], ["--runs-dir /proc/nope"]),
+    "gradient norm": (["--max-grad-norm", "0"], ["--max-grad-norm 0", "above 0"]),
+    "KL": (["--kl-coef", "-1"], ["--kl-coef -1", "negative"]),
+    "lower clip": (["--clip-eps-low", "2"], ["--clip-eps-low 2", "[0, 1]"]),
     "FSDP alone": (["--cpu-offload"], ["--cpu-offload", "torchrun"]),
 }
 
@@ -97,6 +102,51 @@ def test_rows_without_a_prompt_or_a_gold(capsys, monkeypatch, base_policy, tmp_p
     ):
         path.write_text(json.dumps(row) + "\n")
         assert word in call(capsys, monkeypatch, "dapo.py", "--dataset", str(path))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_setting_that_is_no_number_is_named(name):
+    import common
+
+    script = runpy.run_path(str(ROOT / f"{name}.py"))
+    args = script["Args"]()
+    script["check"](args)  # the tiny preset itself passes
+    floats = [f.name for f in fields(args) if "float" in str(f.type)]
+    assert len(floats) > 5
+    for field in floats:
+        with pytest.raises(common.UsageError, match=f"--{field.replace('_', '-')} nan"):
+            script["check"](replace(args, **{field: math.nan}))
+
+
+def test_every_limit_refuses_what_is_below_it_and_names_a_flag():
+    import common
+    import runtime
+
+    scripts = [runpy.run_path(str(ROOT / f"{name}.py"))["Args"] for name in SCRIPTS]
+    flags = {name for args in scripts for name in vars(args())}
+    for limit, (holds, names) in runtime.LIMITS.items():
+        assert flags.issuperset(names.split()), limit
+        assert not holds(-1) and holds(1), limit
+    for name in ("learning_rate", "seed", "batch_size", "save_every"):  # sft.py, not by hand
+        args = replace(scripts[SCRIPTS.index("sft")](), **{name: -1})
+        with pytest.raises(common.UsageError, match=f"--{name.replace('_', '-')} -1"):
+            common.check_limits(args)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("f = 3", "has no function 'f'"),
+        ("g = 3", "has no function 'f'"),
+        ("def f(prompts, responses): return []", "gets prompts, responses, golds"),
+    ],
+)
+def test_a_reward_that_cannot_be_called_is_named_at_start(source, words, tmp_path):
+    import common
+
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(common.UsageError, match=words):
+        common.load_reward(f"{tmp_path}/mine.py:f")
 
 
 @pytest.mark.parametrize(
@@ -133,8 +183,6 @@ def test_a_file_that_is_no_data(capsys, monkeypatch, base_policy, tmp_path):
 
 
 def test_help_explains_every_flag(capsys, monkeypatch):
-    import dataclasses
-
     for script in ("sft.py", "dapo.py", "fipo.py"):
         monkeypatch.setattr(sys, "argv", [str(ROOT / script), "--help"])
         with pytest.raises(SystemExit) as stopped:
@@ -144,7 +192,7 @@ def test_help_explains_every_flag(capsys, monkeypatch):
         scope = runpy.run_path(str(ROOT / script))
         assert all(preset in text for preset in scope["PRESETS"])
         source = (ROOT / script).read_text()
-        for field in dataclasses.fields(scope["Args"]):
+        for field in fields(scope["Args"]):
             assert f"--{field.name.replace('_', '-')}" in text
             line = next(x for x in source.splitlines() if x.startswith(f"    {field.name}: "))
             assert "  # " in line, f"{script}: {field.name} has no help text"
