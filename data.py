@@ -163,9 +163,12 @@ def load_rows(
     if set(columns) <= set(table.column_names):  # others can be gigabytes: OpenR1's generations
         table = table.select_columns(list(columns) or table.column_names)
     rows, unique = [], {}  # a row that is there a hundred times takes the memory of one
-    for piece in table.with_format("arrow").iter(10_000):
-        keyed = ((json.dumps(row, default=str), row) for row in piece.to_pylist())
-        rows += [unique.setdefault(key, row) for key, row in keyed]
+    try:
+        for piece in table.with_format("arrow").iter(10_000):
+            keyed = ((json.dumps(row, default=str), row) for row in piece.to_pylist())
+            rows += [unique.setdefault(key, row) for key, row in keyed]
+    except UnicodeDecodeError as error:  # seen only when texts are read
+        raise UsageError(f"data set {dataset} is not UTF-8: {error}; convert it") from error
     return rows, known
 
 

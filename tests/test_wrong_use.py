@@ -176,6 +176,9 @@ def test_a_file_that_is_no_data(capsys, monkeypatch, base_policy, tmp_path):
     path.write_text("this is not json\n")
     line = call(capsys, monkeypatch, "dapo.py", "--dataset", str(path))
     assert str(path) in line and "did not load" in line
+    path.write_bytes('{"problem": "\u00e9 1 2 ?", "answer": "3"}\n'.encode("latin-1"))
+    line = call(capsys, monkeypatch, "dapo.py", "--dataset", str(path))
+    assert str(path) in line and "not UTF-8" in line and "0xe9" in line
     path = tmp_path / "rows.csv"
     path.write_text("a,b\n1,2\n")
     line = call(capsys, monkeypatch, "dapo.py", "--dataset", str(path))
