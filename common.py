@@ -990,7 +990,7 @@ class Run:
         """Save every save_every steps, at the last one, and where a signal asks to stop. A
         collective."""
         due = step % self.args.save_every == 0 or step == self.args.num_steps
-        self.stopping = self.should_stop()
+        self.stopping = step < self.args.num_steps and self.should_stop()
         if self.stopping or due:
             self.save(step, *trained, **state)
 
@@ -1095,7 +1095,8 @@ class Run:
                     self.past[key].append(value)
 
     def finish(self) -> None:
-        """Close the tracker, draw the curves and the tokens, print the closing table."""
+        """Close the tracker, draw the curves and the tokens, print the closing table. RunError
+        where a signal has cut the run short."""
         if self.tracker_works:  # not end_training, which ends the process group as well
             self._track(lambda: [tracker.finish() for tracker in self.accelerator.trackers])
         if self.is_main:
@@ -1107,6 +1108,8 @@ class Run:
             if (self.folder / "tokens.jsonl").exists():
                 print(f"tokens: {token_page(self.folder)}")
         self.accelerator.wait_for_everyone()
+        if self.stopping:  # not 0: what `&&` puts behind this run must not start
+            raise RunError("stopped by a signal before the last step; --resume goes on from there")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -137,6 +137,7 @@ def load_rows(
     path = Path(dataset).expanduser()
     is_file = path.exists() or path.suffix in kinds
     if is_file:
+        require(not path.is_dir(), f"data set {dataset!r} is a folder; name one file in it")
         require(path.is_file(), f"data set file not found: {dataset}")
         require(path.suffix in kinds, f"{dataset}: unknown file type; use {', '.join(kinds)}")
         require(path.stat().st_size > 0, f"data set {dataset} is empty")
@@ -151,6 +152,8 @@ def load_rows(
         names = f"it must be a file, a known name (tiny, {', '.join(KNOWN_DATASETS)}), or a hub id"
         if known.gated:
             names = f"accept its terms on hf.co/datasets/{known.path}, then run: hf auth login"
+        if is_file:
+            names = "one object per row, and in each column values of one type"
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:200]
         raise UsageError(f"data set {dataset!r} did not load ({reason}); {names}") from error
@@ -209,6 +212,9 @@ def shuffle_options(question: str, right: str, wrong: Iterable[str]) -> tuple[st
     letters = string.ascii_uppercase[: len(options)]
     lines = [f"({letter}) {options[i]}" for letter, i in zip(letters, order, strict=True)]
     return "\n".join([question, "", *lines]), Letter(letters[order.tolist().index(0)])
+
+
+MESSAGE = ("role", "content")
 
 
 def bare_problem(prompt: str | list[dict]) -> str | list[dict]:
@@ -282,6 +288,11 @@ def load_dataset(dataset: str, split: str, args, tokenizer) -> list[Problem]:
     prompt_column = known.prompt if known else args.prompt_column
     answer_column = known.answer if known else args.answer_column
     prompts = column(rows, prompt_column, PROMPT_COLUMNS, "--prompt-column")
+    for p in prompts:
+        messages = isinstance(p, list) and p and all(isinstance(x, dict) for x in p)
+        whole = messages and all(isinstance(x.get(key), str) for x in p for key in MESSAGE)
+        shown = f"{dataset}: the prompt {p!r:.200} is neither text nor messages"
+        require(isinstance(p, str) or whole, f"{shown} with {' and '.join(MESSAGE)}")
     golds = column(rows, answer_column, ANSWER_COLUMNS, "--answer-column")
     if source.wrong:
         wrong = zip(*(column(rows, name, (), "column") for name in source.wrong), strict=True)
@@ -315,7 +326,6 @@ def distinct(dataset: str, prompts: Iterable, golds: Iterable) -> list[tuple]:
     unique: dict[str, tuple] = {}
     disputed = []
     for i, (prompt, gold) in enumerate(zip(prompts, golds, strict=True)):
-        require(isinstance(prompt, str | list), f"{dataset}: the prompt {prompt!r} is no text")
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
         if unique.setdefault(text.strip(), (prompt, gold))[1] != gold:
             disputed.append(i)
@@ -353,10 +363,14 @@ def load_reward(name: str) -> Callable[[list[str], list[str], list[str]], list[f
         )
     path, _, function = name.rpartition(":")
     files = [p for p in (Path(path), Path(__file__).parent / path) if p.is_file()]
+    require(bool(path), f"--reward {name!r} names no function; use verifier or path.py:function")
     require(bool(files), f"--reward {name!r}: no such file; use verifier or path.py:function")
     spec = importlib.util.spec_from_file_location(files[0].stem, files[0])
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code; whatever it is, the way on is in that file
+        raise UsageError(f"--reward {name!r} fails at import: {error!r}") from error
     reward = getattr(module, function, None)
     require(callable(reward), f"--reward {name!r}: {files[0]} has no function {function!r}")
     try:

@@ -18,7 +18,7 @@ import torch
 import tyro
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, LoggerType
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 
@@ -95,21 +95,20 @@ def num_processes(args) -> int:
 LIMITS = {
     "must be at least 1": (
         lambda value: value >= 1,
-        "num_steps num_epochs max_rows batch_size prompts_per_step group_size max_response_tokens "
-        "minibatch_size gen_prompts max_gen_batches critic_updates_per_batch num_bins eval_every "
-        "save_every keep_last max_bad_steps eval_problems eval_samples eval_max_tokens "
-        "tensor_parallel",
+        "num_steps num_epochs max_rows batch_size prompts_per_step group_size max_prompt_tokens "
+        "max_response_tokens minibatch_size gen_prompts max_gen_batches num_bins keep_last "
+        "critic_updates_per_batch eval_every save_every max_bad_steps eval_problems eval_samples "
+        "eval_max_tokens tensor_parallel",
     ),
     "must not be negative": (
-        lambda value: 0 <= value < math.inf,
+        lambda value: value >= 0,
         "seed warmup_steps decay_steps critic_warmup_steps weight_decay kl_coef clip_eps_high "
         "overlong_penalty rollout_is_cap eval_temperature",
     ),
-    "must be a finite number above 0": (
-        lambda value: 0 < value < math.inf,
-        "learning_rate critic_learning_rate temperature",
+    "must be above 0": (
+        lambda value: value > 0,
+        "learning_rate critic_learning_rate temperature max_grad_norm value_clip",
     ),
-    "must be above 0": (lambda value: value > 0, "max_grad_norm value_clip"),
     "must lie in (0, 1]": (lambda value: 0 < value <= 1, "eval_top_p"),
     "must lie in [0, 1]": (
         lambda value: 0 <= value <= 1,
@@ -121,15 +120,18 @@ LIMITS = {
 def check_limits(args) -> None:
     """Refuse settings that no script can run with. None stands for a default, and passes."""
     for name, value in vars(args).items():
-        require(value == value, f"--{name.replace('_', '-')} {value} is not a number")  # NaN
+        finite = not isinstance(value, float) or math.isfinite(value)
+        require(finite, f"--{name.replace('_', '-')} {value} is not a finite number")
     for limit, (holds, names) in LIMITS.items():
         for name in names.split():
             value = vars(args).get(name)
             require(value is None or holds(value), f"--{name.replace('_', '-')} {value} {limit}")
     trackers = [tracker.value for tracker in get_available_trackers()]
+    known = [kind.value for kind in LoggerType if kind.value != "all"]
     require(
         args.track in ("", *trackers),
-        f"--track {args.track!r} is not installed; there is: {', '.join(trackers) or 'none'}",
+        f"--track {args.track!r} is not installed; there is: {', '.join(trackers) or 'none'}, of "
+        f"those that can be: {', '.join(known)}",
     )
     require(
         args.dry_run or is_sharded() or not (args.activation_checkpointing or args.cpu_offload),

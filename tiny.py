@@ -150,8 +150,8 @@ def newest_pair(runs_dir: str = "runs") -> Path:
         where = Path(runs_dir).resolve()
         raise FileNotFoundError(
             f"no policy and critic in {where}/ppo_critic-tiny-*; make them with: python "
-            "ppo_critic.py (--resume where that was interrupted), or name them, as those under "
-            "another --runs-dir: --policy, --critic"
+            "ppo_critic.py (--resume where that was interrupted), or name the folders, as those "
+            "under another --runs-dir"
         )
     return max(runs, key=lambda run: (run / "critic/config.json").stat().st_mtime)
 

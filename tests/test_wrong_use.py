@@ -49,6 +49,8 @@ CASES = {
     "tensor parallel alone": (["--tensor-parallel", "2"], ["2", "1 processes"]),
     "overlong buffer": (["--overlong-buffer", "99"], ["99", "24"]),
     "influence interval": (["--influence-low", "1.5"], ["1.5", "1.2"]),
+    "reward without a function": (["--reward", "tiny.py"], ["tiny.py", "names no function"]),
+    "prompt limit": (["--max-prompt-tokens", "0"], ["--max-prompt-tokens 0", "at least 1"]),
     "no such reward": (["--reward", "mine.py:f"], ["mine.py:f", "no such file"]),
     "template": (["--prompt-template", "solve it"], ["solve it", "{problem}"]),
     "all prompts too long": (
@@ -96,7 +98,10 @@ def test_a_missing_column_lists_those_present(capsys, monkeypatch, base_policy, 
 def test_rows_without_a_prompt_or_a_gold(capsys, monkeypatch, base_policy, tmp_path):
     path = tmp_path / "rows.jsonl"
     for row, word in (
-        ({"problem": None, "answer": "1"}, "None"),
+        ({"problem": None, "answer": "1"}, "None is neither text nor messages"),
+        ({"problem": [], "answer": "1"}, "[] is neither"),
+        ({"problem": ["hi"], "answer": "1"}, "['hi'] is neither"),
+        ({"problem": [{"text": "hi"}], "answer": "1"}, "with role and content"),
         ({"problem": "1 2 ?", "answer": ""}, "no row"),
         ({"problem": "1 2 ?", "answer": {"a": 1}}, "struct"),
     ):
@@ -114,7 +119,7 @@ def test_a_setting_that_is_no_number_is_named(name):
     floats = [f.name for f in fields(args) if "float" in str(f.type)]
     assert len(floats) > 5
     for field in floats:
-        with pytest.raises(common.UsageError, match=f"--{field.replace('_', '-')} nan"):
+        with pytest.raises(common.UsageError, match=f"--{field.replace('_', '-')} nan is not"):
             script["check"](replace(args, **{field: math.nan}))
 
 
@@ -138,6 +143,8 @@ def test_every_limit_refuses_what_is_below_it_and_names_a_flag():
     [
         ("f = 3", "has no function 'f'"),
         ("g = 3", "has no function 'f'"),
+        ("import nosuchmodule", "fails at import.*nosuchmodule"),
+        ("def f(:", "fails at import.*SyntaxError"),
         ("def f(prompts, responses): return []", "gets prompts, responses, golds"),
     ],
 )
@@ -172,6 +179,8 @@ def test_an_empty_data_set(capsys, monkeypatch, base_policy, tmp_path):
 
 
 def test_a_file_that_is_no_data(capsys, monkeypatch, base_policy, tmp_path):
+    line = call(capsys, monkeypatch, "dapo.py", "--dataset", str(tmp_path))
+    assert str(tmp_path) in line and "is a folder" in line
     path = tmp_path / "broken.jsonl"
     path.write_text("this is not json\n")
     line = call(capsys, monkeypatch, "dapo.py", "--dataset", str(path))
