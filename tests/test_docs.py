@@ -196,7 +196,8 @@ def test_internal_links_resolve(page):
 # Metrics: the table has every key that is logged, and no other
 # --------------------------------------------------------------------------------------------------
 
-FIRST_CELLS = "\n".join(re.findall(r"^\| (`.*?`) \|", README, re.MULTILINE))
+METRICS = README.split("\n## Metrics\n")[1].split("\n## ")[0]
+FIRST_CELLS = "\n".join(re.findall(r"^\| (`.*?`) \|", METRICS, re.MULTILINE))
 TABLE = set(re.findall(r"`([a-z]+(?:/[a-z0-9_]+)?)`", FIRST_CELLS))
 SMALL = (
     "--num-steps 2 --prompts-per-step 4 --gen-prompts 8 --group-size 4 --minibatch-size 8 "
