@@ -103,5 +103,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_lines():
     section = readme.split("\n## Results\n")[1].split("\n## ")[0]
     rows = compare.peers_table(runs("peers", range(1, 7))).splitlines()[2:]
     ends = {row.split("|")[1].strip(): row.split("|")[4].strip() for row in rows}
-    order = ["GRPO", "DAPO", "FIPO", "length heuristic", "PPO", "DAPO, G doubled", "RFPO"]
+    order = ["GRPO", "DAPO, every group", "DAPO", "FIPO", "length heuristic", "PPO"]
+    order += ["DAPO, G doubled", "RFPO"]
+    assert {*order} == {*compare.STUDIES["peers"]}
     assert re.findall(r"[\d.]+ ± \d+\.\d", section) == [ends[arm] for arm in order]
