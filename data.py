@@ -214,7 +214,14 @@ def shuffle_options(question: str, right: str, wrong: Iterable[str]) -> tuple[st
     return "\n".join([question, "", *lines]), Letter(letters[order.tolist().index(0)])
 
 
-MESSAGE = ("role", "content")
+def is_prompt(value: object) -> bool:
+    """Whether it is a text, or a list of messages whose role and content are texts."""
+    return isinstance(value, str) or (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(message, dict) for message in value)
+        and all(isinstance(m.get(key), str) for m in value for key in ("role", "content"))
+    )
 
 
 def bare_problem(prompt: str | list[dict]) -> str | list[dict]:
@@ -288,11 +295,10 @@ def load_dataset(dataset: str, split: str, args, tokenizer) -> list[Problem]:
     prompt_column = known.prompt if known else args.prompt_column
     answer_column = known.answer if known else args.answer_column
     prompts = column(rows, prompt_column, PROMPT_COLUMNS, "--prompt-column")
-    for p in prompts:
-        messages = isinstance(p, list) and p and all(isinstance(x, dict) for x in p)
-        whole = messages and all(isinstance(x.get(key), str) for x in p for key in MESSAGE)
-        shown = f"{dataset}: the prompt {p!r:.200} is neither text nor messages"
-        require(isinstance(p, str) or whole, f"{shown} with {' and '.join(MESSAGE)}")
+    for prompt in prompts:
+        if not is_prompt(prompt):  # not require: its text would be made for millions of rows
+            shown = f"{dataset}: the prompt {prompt!r:.200} is neither text nor messages"
+            raise UsageError(f"{shown} with role and content")
     golds = column(rows, answer_column, ANSWER_COLUMNS, "--answer-column")
     if source.wrong:
         wrong = zip(*(column(rows, name, (), "column") for name in source.wrong), strict=True)

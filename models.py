@@ -27,9 +27,10 @@ class TokenLogprobs(torch.autograd.Function):
             largest = logits.amax(-1)
             exps = torch.exp(logits.sub_(largest[:, None]), out=buffer[: len(logits)])
             total = exps.sum(-1)
-            normalizer[rows] = largest + total.log()
-            logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - total.log()
-            entropy[rows] = total.log() - exps.mul_(logits).sum(-1) / total
+            log_total = total.log()
+            normalizer[rows] = largest + log_total
+            logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - log_total
+            entropy[rows] = log_total - exps.mul_(logits).sum(-1) / total
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy)

@@ -97,11 +97,10 @@ def test_what_the_commands_left(clone):
 
 
 def test_a_critic_was_made_and_a_policy_learned_from_it_alone(clone):
-    def lines_of(script):
-        path = clone / "runs" / f"{script}-tiny-seed1" / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
-    ppo, rfpo = lines_of("ppo_critic"), lines_of("rfpo")
+    ppo, rfpo = (
+        tiny_runs.read_lines(clone / "runs" / f"{script}-tiny-seed1" / "metrics.jsonl")
+        for script in ("ppo_critic", "rfpo")
+    )
     accuracy = [line["eval/avg_at_k"] for line in ppo if "eval/avg_at_k" in line]
     assert accuracy[0] < 0.5 and accuracy[-1] > 0.85
     # The critic: no better than the mean at first, a judge at its checkpoint (step 50).
